@@ -274,7 +274,7 @@ def stack_while_blocked(action: Callable[[BlockingRead], object]) -> StackSummar
     observing = Background("observer", lambda: observer.observe(blocked))
     action(BlockingRead(observer.lock))
     observing.join()
-    observing.result()
+    observing.raise_error()
     return observer.stack
 
 
@@ -364,7 +364,7 @@ def test_a_backward_pass_is_shown_by_the_line_of_its_autograd_thread():
     observing = Background("observer", lambda: observer.observe(ready))
     run_backward(DEPTH, lambda: sink.flush(30))  # the function in which the autograd thread waits
     observing.join()
-    observing.result()
+    observing.raise_error()
     assert location_of(observer.stack).startswith("background.py:") and location_of(observer.stack).endswith(
         " in flush"
     )

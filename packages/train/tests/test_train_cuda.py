@@ -132,7 +132,7 @@ def test_the_allocator_accepts_its_settings():
 def test_flash_attention_3_leaves_multiprocessors_to_nccl(monkeypatch, chosen, sm_margin, ring, margin):
     monkeypatch.setattr(kernels, "choose_kernel", lambda inputs, named: chosen)
     config = Config(cuda=CudaConfig(sm_margin=sm_margin), parallel=ParallelConfig(kernel="some"))
-    kernel = kernels.kernel_with_margin(config, LlamaConfig.debug(), torch.float32, torch.device("cpu"), ring)
+    kernel = kernels.kernel_with_sm_margin(config, LlamaConfig.debug(), torch.float32, torch.device("cpu"), ring)
     assert kernel == (FlashAttn3(sm_margin=margin) if margin else "some")
 
 
@@ -143,7 +143,7 @@ def test_a_compiled_graph_leaves_no_margin_by_default():
 
 
 def test_a_run_uses_the_chosen_kernel(monkeypatch, tmp_path):
-    monkeypatch.setattr(build, "kernel_with_margin", lambda *_: "dense")
+    monkeypatch.setattr(build, "kernel_with_sm_margin", lambda *_: "dense")
     config = Config(train=TrainConfig(device="cpu", output=tmp_path), data=DataConfig(task="copy", sequence_length=64))
     with build.process_group(config) as device:
         run = build.prepare(config, device)

@@ -86,17 +86,17 @@ def test_errors_of_a_command_line_are_one_line_with_the_accepted_values(argv, me
         ("--optimizer.eps 0", "--optimizer.eps 0.0: must be above 0"),
         (
             "--optimizer.decay-steps 5",
-            "--optimizer.decay-steps 5: of --optimizer.schedule wsd, not cosine",
+            "--optimizer.decay-steps 5: for --optimizer.schedule wsd, not cosine",
         ),
         (
             "--optimizer.schedule wsd --optimizer.decay-steps 71",
-            "--optimizer.decay-steps 71: must lie in 1..70, what the warm-up leaves of 80",
+            "--optimizer.decay-steps 71: must lie in 1..70, the steps after the warm-up; the run has 80",
         ),
         ("--optimizer.lr 1e-5", "--optimizer.min-lr 0.0001: must be at most --optimizer.lr 1e-05"),
         ("--data.task copy --data.path x", "--data.task copy and --data.path x: train on a task or on text"),
         (
             "--validation.tasks recall --data.pairs 17",
-            "--data.pairs 17 have a key each; make --data.symbols 16 as many",
+            "--data.pairs 17: each needs its own key; make --data.symbols 16 as many",
         ),
         (
             "--data.global-batch-size 4 --parallel.shard 2 --train.accumulation 4",

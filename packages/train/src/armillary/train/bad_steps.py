@@ -13,11 +13,11 @@ from armillary.train.step import StepResult, local_loss
 
 
 class BadSteps:
-    """Stops the run, or skips the update, at a step without a finite loss or gradient.
+    """Counts consecutive bad steps: steps whose loss or gradient norm is not finite, and whose update was skipped.
 
     Raises (from `count`):
-        FloatingPointError: `train.bad_step` is "stop", or `train.bad_steps` came in a row; on every rank. Names the
-            rows.
+        FloatingPointError: after a bad step if `train.bad_step` is "stop", or after `train.bad_steps` of them in a
+            row; on every rank. The message names the rows.
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
@@ -39,7 +39,7 @@ class BadSteps:
 
 
 def describe_bad_rows(run: Run, batches: list[Batch]) -> str:
-    """Names the ranks and rows without a finite loss; all rows of the step if only the gradient is not finite."""
+    """Returns text that names the ranks and rows whose loss is not finite, or all rows if only the gradient is not."""
     by_rank, rows = bad_rows(run, batches), run.training
     bad = sorted({row for of_rank in by_rank.values() for row in of_rank})
     if not bad:
@@ -53,9 +53,9 @@ def describe_bad_rows(run: Run, batches: list[Batch]) -> str:
 
 @torch.no_grad()
 def bad_rows(run: Run, batches: list[Batch]) -> dict[int, list[int]]:
-    """Returns each rank's rows without a finite loss there, evaluated one by one. Every rank must call it.
+    """Returns the rows whose loss is not finite, by rank. Every rank must call it.
 
-    After a bad step the weights are those that it was computed with.
+    Runs forward again, on one row at a time, with the weights of the bad step, which the skipped update left unchanged.
     """
     single_rows = [batch.of_row(i) for batch in batches for i in range(len(batch.rows))]
     own_rows = [batch.rows.start for batch in single_rows if not local_loss(run, batch)[0].isfinite()]

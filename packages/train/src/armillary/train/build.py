@@ -24,14 +24,14 @@ from armillary.train.config.check import check, check_log
 from armillary.train.config.model_sizes import model_config
 from armillary.train.config.overlay import by_flag
 from armillary.train.cuda_setup import cuda_setup, set_connections
-from armillary.train.kernels import check_kernel, kernel_with_margin
+from armillary.train.kernels import check_kernel, kernel_with_sm_margin
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import choose_axes, choose_device, data_mesh, mesh_axes
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
 from armillary.train.run import Run
 from armillary.train.runtime.allocator import allocator_settings, set_allocator
 from armillary.train.runtime.health.ranks import check_consistent
-from armillary.train.tasks import load_task, task_tokens
+from armillary.train.tasks import load_task, task_vocabulary
 
 
 @contextmanager
@@ -40,52 +40,54 @@ def process_group(config: Config) -> Generator[torch.device]:
     # 1. Checks that need no other rank come first: a rank that is refused here leaves none waiting in a collective.
     check(config)
     if config.train.device != "cpu":
-        set_connections(config.cuda)  # a variable that CUDA reads when it starts
+        set_connections(config.cuda)  # an environment variable that CUDA reads when it starts
     device = choose_device(config.train)
     check_log(config.log, config.train.steps, device)
     if device.type == "cuda":
         set_allocator(allocator_settings(config.cuda.expandable_segments))  # before the first allocation
     check_kernel(config, precision(config, device), device)
-    # 2. The group, which ends here only if it was started here.
+    # 2. The default process group. A group that the caller started is left to the caller.
     owns_group = not dist.is_initialized()
     if owns_group:
-        with_gloo = config.optimizer.cpu_offload
+        with_gloo = config.optimizer.cpu_offload  # besides NCCL, for gradients in the host's memory
         start_process_group(device.type, collective_timeout(config), with_gloo=with_gloo, bind=config.cuda.bind_device)
     yield device
-    if owns_group:  # not after an error (no `finally`): destroying a group can wait for ranks that are in a collective
+    # After an error the group is not destroyed (no `finally`): that could wait for ranks that are in a collective.
+    if owns_group:
         dist.destroy_process_group()
 
 
 def prepare(config: Config, device: torch.device) -> Run:
-    """Builds mesh, data, model and optimizer. Every rank must call it.
+    """Returns a run, with its mesh, data, model and optimizer. Every rank must call it.
 
     Raises:
-        ValueError: something in the configuration does not fit, or is not the same on all ranks; raised before the
-            first step.
+        ValueError: the configuration is invalid, or configuration or data differ between ranks.
     """
     # 1. The mesh. Ranks with different flags would wait for each other in different collectives, so they are refused.
     axes = choose_axes(config, world_size())
     check_consistent("the configuration", by_flag(config) | axes)
     if config.model.pretrained is not None:
-        weight_map(config.model.pretrained)  # refuses a folder without weights before memory is allocated for them
+        weight_map(config.model.pretrained)  # raises for a folder without weights, before memory is allocated for them
     mesh = mesh_of(config, device, axes)
-    # 2. The model, with an embedding for each token of the data's vocabulary, sharded on "meta": not allocated yet.
+    # 2. The model, with an embedding for each token of the data's vocabulary. It is sharded on the meta device, where
+    # no memory is allocated.
     stores = open_stores(config.data, config.model.pretrained)
-    vocab_size = vocabulary_size(stores, config.model, task_tokens(config.data))
+    vocab_size = vocabulary_size(stores, config.model, task_vocabulary(config.data))
     stores = [store.with_vocabulary(vocab_size) for store in stores]
     sizes = model_config(config.model, vocab_size, config.data.sequence_length)
     model, attention = shard_model(sizes, config, mesh, precision(config, device))
-    attention.kernel = kernel_with_margin(config, model.config, precision(config, device), device, axes["ring"])
+    attention.kernel = kernel_with_sm_margin(config, model.config, precision(config, device), device, axes["ring"])
     check_output(config)
     # 3. The rows. Ranks of one replica (ring x ulysses x tp) share the same rows; each replica has rows of its own.
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
-    load = partial(load_task, config=config, vocabulary=vocab_size, attention=attention, replica=replica)
+    task_rows = partial(load_task, config=config, vocabulary=vocab_size, attention=attention, replica=replica)
     if config.data.task is None:
         training, validation = load_rows(config, stores, attention, replica)
     else:
-        training, validation = (load(config.data.task, held_out=held_out) for held_out in (False, True))
+        training = task_rows(config.data.task, held_out=False)
+        validation = task_rows(config.data.task, held_out=True)
     check_consistent("data", training.state_dict())  # hosts may have other files at the same path
-    tasks = {name: load(name, held_out=True) for name in config.validation.tasks}
+    tasks = {name: task_rows(name, held_out=True) for name in config.validation.tasks}
     # 4. Weights and optimizer. Each rank allocates and fills only its shards.
     model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
     if config.model.pretrained is None:
@@ -100,7 +102,7 @@ def prepare(config: Config, device: torch.device) -> Run:
 def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> DeviceMesh:
     """Returns the mesh for axes of `choose_axes`, with the configured communicators. Every rank must call it."""
     setup, timeout = cuda_setup(config, axes["ring"]), collective_timeout(config)
-    # Some methods split `ring` into `nodes` and `devices`: these get the priority of `ring`.
+    # Some methods split `ring` into `nodes` and `devices`, which then get the priority of `ring`.
     high_priority = (*setup.high_priority, "nodes", "devices") if setup.high_priority else ()
     return build_mesh(
         device.type,
@@ -112,17 +114,19 @@ def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> Devic
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """Returns the time-out of collectives: above that of a step, so that the watchdog names late ranks first."""
+    """Returns the time-out of collectives, above the time-out of a step: the watchdog names late ranks first."""
     return timedelta(minutes=1 + 1.5 * config.train.timeout_minutes)
 
 
 def shard_model(
     sizes: LlamaConfig | GPTConfig, config: Config, mesh: DeviceMesh, precision: torch.dtype
 ) -> tuple[Llama | GPT, Method]:
-    """Returns a model with parameters sharded over the mesh, still on "meta", and its attention method.
+    """Returns a model on the meta device, with parameters sharded over the mesh, and its attention method.
 
     Args:
-        sizes: the configured model's, or those of a smaller one, such as the tuner's single block.
+        sizes: sizes of the configured model, or of a smaller one, such as the tuner's single block.
+        config: its method, checkpointing, offload and compiler are applied to the model.
+        precision: dtype of forward and backward; parameters have its `accumulation_dtype`.
 
     Raises:
         ValueError: sizes that do not fit the mesh or the attention method.

@@ -29,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             train(command.run, watchdog, overrides)
         except (FloatingPointError, DamagedInput, OSError) as error:
+            # `exit_on_error` handles errors before the first step. Errors of other ranks keep their traceback.
             if not watchdog.training_started or isinstance(error, PEER_ERRORS):
                 raise
-            record(f"{type(error).__name__}: {error}")  # the watchdog has printed it on every rank
+            # The watchdog has printed the error on every rank; torchrun prints it again as the root cause.
+            record(f"{type(error).__name__}: {error}")
             sys.exit(FAILED)

@@ -20,13 +20,13 @@ from armillary.train.config.overlay import differences, overlay_settings, read_s
 
 PROGRAM = "armillary-train"
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}
-"""The names of `--recipe`."""
+"""Functions that return a recipe's configuration, by the names that `--recipe` accepts."""
 RENAMED = {
     "data.rows": "data.global_batch_size",
     "data.document_mask": "data.documents",
     "optimizer.on_host": "optimizer.cpu_offload",
 }
-"""Keys of earlier versions."""
+"""Keys of earlier versions, with their names in this version."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,16 @@ class Command(Source):
 
 
 def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
-    """Returns the command and lines to print: the recipe's name, and a line for each field that differs from it.
+    """Returns the command and lines to print: the recipe's name, and the fields that differ from the recipe.
 
     Raises:
         ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
     """
     source, recipe, config = read_source(argv, PROGRAM)
     command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
-    dry_run_flags = [name for name, is_set in (("ranks", command.ranks is not None), ("json", command.json)) if is_set]
-    if dry_run_flags and not command.dry_run:
-        raise ValueError(f"--{dry_run_flags[0]} is for a dry run; add --dry-run, or leave it out")
+    if not command.dry_run and (command.ranks is not None or command.json):
+        name = "json" if command.ranks is None else "ranks"
+        raise ValueError(f"--{name} is for a dry run; add --dry-run, or leave it out")
     if command.trace is not None:
         log = replace(command.run.log, trace=command.trace)
         command = replace(command, run=replace(command.run, log=log))
@@ -90,7 +90,7 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
 
 
 def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Config]:
-    """Returns (recipe and file of a command line, the recipe's configuration, the configuration with the file's keys).
+    """Returns (recipe and file named by a command line, the recipe's configuration, that updated from the file).
 
     Raises:
         ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
@@ -121,7 +121,7 @@ def find_recipe(name: str) -> Callable[[], object]:
             raise ValueError(f"--recipe {name}: known are {', '.join(RECIPES)}; your own is my.module:function")
         return RECIPES[name]
     if "" not in sys.path:
-        sys.path.insert(0, "")  # the working directory: on the path of `python -m`, but not of a console script
+        sys.path.insert(0, "")  # the working directory, which `python -m` searches, but a console script does not
     with recipe_errors(name):
         recipe = getattr(import_module(module), function, None)
     if not callable(recipe):
@@ -140,10 +140,9 @@ def recipe_errors(recipe: str) -> Generator[None]:
 
 
 def location_of(error: Exception) -> str:
-    """Returns file and line of the last frame in the recipe's own code, not importlib's or this file's."""
+    """Returns " at FILE:LINE" of the innermost frame in the recipe's own code; "" without such a frame."""
     if isinstance(error, SyntaxError):
         return f" at {error.filename}:{error.lineno}"
     frames = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
-    own_frames = [x for x in frames if Path(x.filename) != Path(__file__) and "importlib" not in x.filename]
-    last = own_frames[-1] if own_frames else None
-    return "" if last is None else f" at {last.filename}:{last.lineno}"
+    recipe_frames = [x for x in frames if Path(x.filename) != Path(__file__) and "importlib" not in x.filename]
+    return f" at {recipe_frames[-1].filename}:{recipe_frames[-1].lineno}" if recipe_frames else ""

@@ -18,12 +18,13 @@ class CudaSetup:
     """Settings of a run on GPUs.
 
     Args:
-        allocator: settings for torch's allocator; None for the environment's.
-        device_id: argument of `init_process_group`; with it NCCL connects eagerly, and new communicators are split off.
+        allocator: settings of torch's allocator; None: those of the environment.
+        device_id: argument of `init_process_group`. With a device NCCL connects eagerly, and a new communicator is
+            split off an existing one; None: NCCL connects at the first collective.
         high_priority: mesh axes whose communicators run on streams of high priority.
-        max_ctas: thread blocks, at most, of an NCCL kernel on these axes; None: NCCL decides.
-        sm_margin: multiprocessors that FlashAttention-3 leaves to NCCL.
-        connections: work queues of the GPU.
+        max_ctas: maximum number of thread blocks of an NCCL kernel on these axes; None: NCCL decides.
+        sm_margin: number of multiprocessors that FlashAttention-3 leaves to NCCL.
+        connections: number of the GPU's hardware work queues. Streams that share a queue wait for each other.
     """
 
     allocator: str | None
@@ -35,7 +36,7 @@ class CudaSetup:
 
 
 def cuda_setup(config: Config, ring: int) -> CudaSetup:
-    """Returns the settings of a run with `ring` ranks on its ring, the same on every rank."""
+    """Returns the CUDA and NCCL settings of a run with `ring` ranks on the ring, equal on every rank."""
     settings = config.cuda
     device_is_bound = binds_device(settings.bind_device, with_gloo=config.optimizer.cpu_offload)
     return CudaSetup(
@@ -49,7 +50,7 @@ def cuda_setup(config: Config, ring: int) -> CudaSetup:
 
 
 def connections(settings: CudaConfig) -> int:
-    """Returns the work queues of the GPU: from the environment, else from the configuration."""
+    """Returns the number of the GPU's work queues, from the environment or else from the configuration."""
     return int(os.environ.get(CONNECTIONS) or settings.connections)
 
 

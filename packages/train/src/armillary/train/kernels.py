@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 import torch
 
@@ -13,6 +14,7 @@ from armillary.train.config import Config
 from armillary.train.config.model_sizes import model_config
 
 Capability = tuple[int, int]
+"""Compute capability of a GPU, (major, minor)."""
 DRY_RUN_CAPABILITIES: tuple[Capability, ...] = ((8, 0), (9, 0), (10, 0))
 """Compute capabilities that a dry run shows on a machine without a GPU."""
 
@@ -20,10 +22,14 @@ DRY_RUN_CAPABILITIES: tuple[Capability, ...] = ((8, 0), (9, 0), (10, 0))
 def kernels_of(
     config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, capability: Capability | None = None
 ) -> list[ChosenKernel]:
-    """Returns the attention kernel for each device of a dry run, with the reasons against faster ones.
+    """Returns the attention kernel on each device of a dry run, with the reasons against faster kernels.
 
-    The device is the CPU if so configured, else a GPU of this capability: by default this machine's, or one of each
-    family. Packages count as installed if they are on this machine.
+    The device is the CPU if the configuration names it, else a GPU. A kernel's package, such as flash-attn, counts as
+    installed if it is installed on this machine.
+
+    Args:
+        capability: compute capability of the GPU; by default that of this machine's GPU, without one each of
+            `DRY_RUN_CAPABILITIES` in turn.
     """
     if config.train.device == "cpu":
         return [_explain_choice(inputs_of(config, model, dtype, torch.device("cpu")), config.parallel.kernel)]
@@ -39,7 +45,7 @@ def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> No
     """Checks that the configured kernel can run the model's attention on this device. Communicates nothing.
 
     Raises:
-        ValueError: it cannot; names the flag, the reason, and kernels that can.
+        ValueError: the kernel cannot; the message names the flag, the reason, and kernels that can.
     """
     model = model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
     try:
@@ -49,33 +55,33 @@ def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> No
 
 
 def sm_margin(config: Config, ring: int) -> int:
-    """Returns the multiprocessors that FlashAttention-3 leaves to NCCL in a run with `ring` ranks on its ring.
-
-    0 in a compiled graph, which looks kernels up by name.
-    """
+    """Returns the number of multiprocessors that FlashAttention-3 leaves to NCCL, with `ring` ranks on the ring."""
     if config.cuda.sm_margin is not None:
         return config.cuda.sm_margin
+    # A compiled graph looks a kernel up by its name, which does not include the margin.
     return default_margin(ring) if config.parallel.compiler is None else 0
 
 
-def kernel_with_margin(
+def kernel_with_sm_margin(
     config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device, ring: int
 ) -> str | Kernel | None:
-    """Returns the kernel of a run's attention method: the name in the configuration, or FlashAttention-3 with a margin.
-
-    The margin matters only if FlashAttention-3 is the kernel that would run.
+    """Returns the kernel of a run's attention method: FlashAttention-3 with its `sm_margin`, or any other by its name.
 
     Args:
-        ring: ranks on the ring.
+        ring: number of ranks on the ring.
+
+    Returns:
+        The name in the configuration (None: the fastest kernel), unless FlashAttention-3 would run with a margin: then
+        the kernel object, which has the margin as a field.
     """
-    # A margin is a field of FlashAttention-3's kernel object. Other kernels have none, and are passed on by name.
     name, margin = config.parallel.kernel, sm_margin(config, ring)
     kernel = choose_kernel(inputs_of(config, model, dtype, device), name) if margin else None
     return replace(kernel, sm_margin=margin) if isinstance(kernel, FlashAttn3) else name
 
 
 def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Returns the kernel inputs of the model's layers on this machine's device."""
+    """Returns the properties of the model's attention calls on a device, by which a kernel is chosen."""
+    # `Inputs.of` reads only the dtype and the last dim of q and v.
     head = torch.empty(model.head_dim, dtype=dtype, device="meta")
     has_window = isinstance(model, LlamaConfig) and model.window is not None
     return replace(Inputs.of(head, head, device=device), windowed=has_window, documents=config.data.documents)
@@ -87,8 +93,8 @@ class ChosenKernel:
 
     Args:
         device: a description such as "compute capability 9.0 (Hopper)".
-        name: name of the kernel; None if the requested kernel is refused for the block.
-        rejected: the reasons against kernels that are preferred to it, or against the requested one, by name.
+        name: name of the kernel; None if the requested kernel cannot run there.
+        rejected: by kernel name, the reasons why faster kernels, or the requested one, do not run.
     """
 
     device: str
@@ -97,22 +103,21 @@ class ChosenKernel:
 
 
 def _explain_choice(inputs: Inputs, requested_kernel: str | None) -> ChosenKernel:
-    """Returns the kernel for these inputs and the reasons against faster ones."""
+    """Returns the kernel for these inputs, and the reasons against faster kernels or the requested one."""
     device = inputs.device
     if inputs.capability is not None:
         number = ".".join(map(str, inputs.capability))
         device = f"compute capability {number} ({FAMILIES.get(inputs.capability[0], 'newer')})"
-    candidates = [
-        candidate for candidate in kernel_candidates(inputs) if candidate.kernel.limits.device in (None, inputs.device)
-    ]
+    # Candidates for this type of device by name, the most preferred first.
+    candidates = {
+        c.kernel.name: c for c in kernel_candidates(inputs) if c.kernel.limits.device in (None, inputs.device)
+    }
     if requested_kernel is not None:
-        refusal = next(
-            (candidate.refusal for candidate in candidates if candidate.kernel.name == requested_kernel),
-            "of another device",
-        )
-        return ChosenKernel(
-            device, requested_kernel if refusal is None else None, {requested_kernel: refusal} if refusal else {}
-        )
-    name = choose_kernel(inputs).name
-    better_candidates = candidates[: [candidate.kernel.name for candidate in candidates].index(name)]
-    return ChosenKernel(device, name, {candidate.kernel.name: candidate.reason for candidate in better_candidates})
+        candidate = candidates.get(requested_kernel)
+        refusal = "of another device" if candidate is None else candidate.refusal
+        if refusal is not None:
+            return ChosenKernel(device, None, {requested_kernel: refusal})
+        return ChosenKernel(device, requested_kernel, {})
+    chosen_name = choose_kernel(inputs).name
+    preferred = takewhile(lambda name: name != chosen_name, candidates)
+    return ChosenKernel(device, chosen_name, {name: candidates[name].reason for name in preferred})

@@ -10,7 +10,8 @@ from armillary.train.config import OptimizerConfig
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """Returns the learning rate of step `step` = 1..steps.
 
-    A linear warm-up reaches the peak after `warmup_of` steps; the schedule then reaches the minimum at the last step.
+    The rate rises linearly to `config.lr` over `warmup_of` steps, and then follows the schedule: cosine, linear and wsd
+    reach `config.min_lr` at step `steps`.
     """
     warmup = warmup_of(steps, config)
     if step <= warmup:
@@ -19,7 +20,7 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
 
 
 def warmup_of(steps: int, config: OptimizerConfig) -> int:
-    """Returns the steps of the warm-up: the configured number if it is below the run's steps, else half of these."""
+    """Returns the number of warm-up steps: as configured if the run has more steps, else half of the run's steps."""
     return config.warmup_steps if config.warmup_steps < steps else steps // 2
 
 
@@ -38,7 +39,13 @@ def schedule_notes(step: int, steps: int, config: OptimizerConfig) -> list[str]:
 
 
 def rate_fraction(step: int, length: int, steps: int, config: OptimizerConfig) -> float:
-    """Returns the rate as a fraction from minimum (0) to peak (1), at step 1..length after the warm-up of `steps`."""
+    """Returns the rate as a fraction of the way from the minimum (0) to the peak (1).
+
+    Args:
+        step: step after the warm-up, 1..length.
+        length: number of steps after the warm-up.
+        steps: number of steps of the run.
+    """
     match config.schedule:
         case "cosine":
             return (1 + cos(pi * step / length)) / 2

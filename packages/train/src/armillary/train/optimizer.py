@@ -13,7 +13,7 @@ def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     exempt = set[int]() if config.decay_embeddings else tables
     with_decay = [p for p in model.parameters() if p.ndim > 1 and id(p) not in exempt]
-    # Norms and biases are vectors.
+    # Norms and biases, which are vectors, have no weight decay.
     without_decay = [p for p in model.parameters() if p.ndim <= 1 or id(p) in exempt]
     groups = [
         {"params": with_decay, "weight_decay": config.weight_decay},

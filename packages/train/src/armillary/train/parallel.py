@@ -15,14 +15,14 @@ from armillary.train.config import Config, TrainConfig
 from armillary.train.config.model_sizes import model_config
 
 DATA_AXES = ("replicate", "shard", "nodes", "devices", "ring", "ulysses")
-"""Axes over which tokens are spread: gradients and losses are summed over all of them."""
+"""Axes whose ranks hold different tokens: gradients and losses are summed over all of them."""
 
 
 def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.device:
     """Returns this rank's device: its own GPU if the machine has one for each of its ranks, otherwise the CPU.
 
     Args:
-        flag: the command's name of `config.device`.
+        flag: the flag that sets `config.device`, for messages.
 
     Raises:
         ValueError: `device` is cuda and there are fewer GPUs than ranks; on every rank of the machine.
@@ -72,7 +72,7 @@ def mesh_axes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
     nodes = config.parallel.nodes
     method = named_method(config.parallel.attention, MethodOptions(nodes=nodes))
     if nodes is None and "nodes" in method.sequence.axes and "LOCAL_WORLD_SIZE" in os.environ:
-        # ulysses and tp are inside of `devices`, so a machine has that many fewer ranks for it.
+        # A machine has devices x ulysses x tp ranks, and `devices` must divide the ring.
         devices = gcd(axes["ring"], max(1, int(os.environ["LOCAL_WORLD_SIZE"]) // (axes["ulysses"] * axes["tp"])))
         if 1 < devices < axes["ring"]:
             method = named_method(config.parallel.attention, MethodOptions(nodes=axes["ring"] // devices))

@@ -22,7 +22,8 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
         pretrained: folder of the model; its tokenizer reads text, if it has one.
 
     Raises:
-        ValueError: a path that is unreadable, incomplete or without text, or bytes for a model with other tokens.
+        ValueError: a path is unreadable, incomplete or without text, or a store has bytes as tokens and the pretrained
+            model a tokenizer.
     """
     if config.task is not None:
         return []
@@ -32,13 +33,13 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
 
 
 def vocabulary_size(stores: list[TokenStore], model: ModelConfig, task: int | None = None) -> int:
-    """Returns the vocabulary size of the model: of the pretrained folder or the flag, else of the stores.
+    """Returns the vocabulary size of the model: from the pretrained folder or the flag, else from the stores.
 
     Args:
         task: the vocabulary size of a synthetic task, which has no stores.
 
     Raises:
-        ValueError: fewer tokens than a store has, or no store that states its size.
+        ValueError: the model's vocabulary is smaller than a store's, or neither flag, folder nor store states a size.
     """
     store_size = max((store.vocabulary.size for store in stores if store.vocabulary.size), default=task)
     size = model.vocab_size if model.pretrained is None else pretrained_config(model.pretrained).vocab_size
@@ -58,11 +59,11 @@ def load_rows(
     """Returns packed rows for training and for validation, from disjoint sets of documents.
 
     Args:
-        attention: its shard decides which tokens of a row this rank reads.
+        attention: method whose layout and shard decide which tokens of a row this rank reads.
         replica: this rank's data-parallel index.
 
     Raises:
-        ValueError: documents that cannot be split or mixed, or are shorter than a row in total.
+        ValueError: the stores' documents cannot be split or mixed, or have fewer tokens in total than a row.
     """
     length, kind = config.data.sequence_length, config.data.layout
     check_length(stores, length)

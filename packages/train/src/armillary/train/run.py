@@ -22,9 +22,11 @@ class Run:
     """A sharded model with its optimizer, and loaders that read this rank's tokens.
 
     Args:
-        data: axis of all ranks that hold tokens of a step; losses and label counts are summed over it.
-        mesh: mesh for a batch as DTensors. The step passes local tensors; it is for code that composes with the model
-            (`models.dtensors.tokens_dtensor`).
+        data: axis of all ranks that hold different tokens of a step; losses and label counts are summed over it.
+        mesh: mesh on which your own code can make DTensors of a batch (`models.dtensors.tokens_dtensor`). The trainer
+            passes local tensors to the model.
+        training: yields this rank's micro-batches, one after the other.
+        validation: micro-batches of held-out rows.
         tasks: held-out rows of each task of `validation.tasks`, by name.
     """
 
@@ -40,21 +42,22 @@ class Run:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a step, over all ranks."""
+        """Tokens of a step, over all ranks and micro-batches."""
         return self.training.tokens_per_batch * self.config.train.accumulation
 
     def mask(self, batch: Batch) -> AttentionMask:
-        """Returns a causal mask: within documents if so configured, and always along the paths of trees."""
+        """Returns the mask of a batch as configured; see `batch_mask`."""
         return batch_mask(batch.documents, batch.parents, self.config.data.documents)
 
 
 def batch_mask(documents: Documents, parents: Parents | None, within_documents: bool) -> AttentionMask:
-    """Returns the mask of a batch: causal, within documents if so configured, and along the paths of trees.
+    """Returns the causal mask of a batch.
 
     Args:
-        documents: boundaries of the documents of each row; of a row of trees, of their segments.
-        parents: parent of each segment of a row of trees. A token sees the segments of its ancestors, and its own
-            segment up to itself.
+        documents: boundaries of the documents of each row; for rows of trees, boundaries of the trees' segments.
+        parents: for rows of trees, the parent of each segment. A token then attends to the segments of its ancestors,
+            and to its own segment up to itself.
+        within_documents: True: tokens attend only within their document. Rows of trees ignore it.
     """
     if parents is None:
         return AttentionMask(documents=documents if within_documents else None)

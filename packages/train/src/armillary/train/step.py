@@ -38,8 +38,8 @@ class StepResult:
 def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     """Takes one optimizer step on one global batch, given as micro-batches.
 
-    The loss is the sum over the labelled tokens of all micro-batches and ranks, divided by their number (or by the sum
-    of their weights). So it does not depend on the mesh or on the number of micro-batches.
+    The loss is the sum over the labelled tokens of all micro-batches and ranks, divided by the number of these tokens
+    (for trees, by the sum of their weights). So it does not depend on the mesh or on the number of micro-batches.
     """
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(step, run.config.train.steps, run.config.optimizer)
@@ -65,7 +65,7 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
 
 
 def backward(run: Run, batch: Batch, label_count: Tensor) -> Tensor:
-    """Accumulates the gradients of a micro-batch; returns its share of the loss on this rank."""
+    """Adds a micro-batch's gradients to the parameters' gradients; returns this rank's share of the step's loss."""
     total, _ = local_loss(run, batch)
     loss_share = total / label_count.to(total.dtype)
     loss_share.backward()
@@ -78,9 +78,10 @@ def local_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
-    """Runs the model on this rank's tokens of a batch; returns `head(hidden, weight, labels=...)`.
+    """Runs the model on this rank's tokens of a batch; returns `head(hidden, weight, labels=labels)`.
 
-    Tokens, labels and activations are local tensors; parameters and their gradients are DTensors.
+    hidden [B, T, E] is the input of the LM head, and weight [V, E] the head's weight. Tokens, labels and activations
+    are local tensors; parameters and their gradients are DTensors.
     """
     labels = to_device(batch.labels, run.device) if isinstance(batch.labels, Tensor) else batch.labels.to(run.device)
     # Without resets and trees all rows have the same positions: [T] instead of [B, T].
@@ -95,8 +96,8 @@ def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
 
 
 def sum_over_ranks(run: Run, value: Tensor | float) -> Tensor:
-    """Sums a value over all ranks that hold tokens of the step."""
-    # `full` fills on the device. `torch.tensor` would copy from the host, which then waits for the GPU.
+    """Returns a new tensor with the sum of `value` over all ranks that hold different tokens of the step."""
+    # `full` fills the tensor on the device. `torch.tensor` would copy from the host, and the host would wait for it.
     dtype = torch.float64 if isinstance(value, float) else None
     local_value = value.clone() if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=run.device)
     dist.all_reduce(local_value, group=run.data.group)

@@ -30,20 +30,20 @@ from armillary.train.validation import validate
 def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str] = ()) -> Summary:
     """Trains as `armillary-train` does with this configuration, from the newest checkpoint if there is one.
 
-    Every rank must call it. Without a default process group it starts one (from torchrun's environment, or of one
-    rank), and destroys it at the end.
+    Every rank must call it. If there is no default process group, it starts one (from torchrun's environment, or with
+    a single rank), and destroys the group at the end.
 
     Args:
-        watchdog: ends the process if a phase takes too long; by default from the configuration.
+        watchdog: ends the process if a phase takes too long; by default `watchdog_of(config)`.
         notes: lines that rank 0 prints before the first step.
 
     Raises:
-        ValueError: something in the configuration does not fit, or differs between ranks; raised before the first step.
+        ValueError: the configuration is invalid, or differs between ranks; raised before the first step.
         FloatingPointError: a loss or gradient is not finite, on every rank (`--train.bad-step`).
         TimeoutError: a rank is missing.
     """
     watchdog = watchdog or watchdog_of(config)
-    # A signal that arrives earlier than this line simply ends the process: there is no state to save yet.
+    # A signal that arrives before this line ends the process, which has no state to save yet.
     with process_group(config) as device, StopSignal() as stop, watchdog:
         run = prepare(config, device)
         if notes and dist.get_rank() == 0:
@@ -52,7 +52,7 @@ def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str]
 
 
 def watchdog_of(config: Config) -> Watchdog:
-    """Returns the watchdog of a run: its limit, the flag that sets it, and the folder for its reports."""
+    """Returns the watchdog of a run: a step may take `timeout_minutes`, and stacks are written to OUTPUT/hang."""
     minutes = config.train.timeout_minutes
     flag = f"--train.timeout-minutes {minutes:g}"
     return Watchdog(60 * minutes, flag, config.train.output / "hang", "armillary-train")
@@ -63,12 +63,13 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
 
     Args:
         stop: a signal handler that is installed already; by default one is installed here.
-        watchdog: measures every phase; by default it is not started, and a hang ends by the group's time-out.
+        watchdog: a watchdog in whose `with` block this runs. By default no watchdog runs, and a hang ends when a
+            collective times out.
     """
     config, steps = run.config, run.config.train.steps
     watchdog = watchdog or watchdog_of(config)
-    # The exit of some of these blocks may wait for a sink or for missing ranks. `watchdog.reporting()` stands inside of
-    # them, so that an error reaches the other ranks before that wait.
+    # An error leaves these blocks from the last to the first. The exits of `reporter` and `checkpoints` may wait, for a
+    # sink or for missing ranks. A `watchdog.reporting()` inside each of them tells the other ranks of the error first.
     with (
         OutputLock(config.train.output, partial(print, flush=True), flag="--train.output") as lock,
         Reporter(config, lock.fence) as reporter,
@@ -103,19 +104,20 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
             summary.losses.append(result.loss)
             reporter.step(measure(run, step, batches, result, stopwatch.last_seconds, checkpoints.tokens(step)))
             with stopwatch.pause():  # validation and saving do not count as step time
-                # Once in a while, and at the end: the loss on held-out rows.
+                # Every `validation.every` steps and at the end: the loss on held-out rows.
                 if step % config.validation.every == 0 or step == steps:
                     watchdog.start_phase("validating", step)
                     summary.validation = validate(run)
                     reporter.on_validation(step, summary.validation)
-                # Once in a while: a checkpoint, written by a thread during the next steps. Part 3 saves the last step.
+                # Every `save.every` steps: a checkpoint, which a thread writes during the next steps. Part 3 saves the
+                # last step, and a bad step is not saved.
                 if step % config.save.every == 0 and step < steps and result.good:
                     watchdog.start_phase("saving", step)
                     checkpoints.start(step)
         # 3. Save the last step and sum up the run. There is nothing to save before the first step.
         step_trace.finish()
         watchdog.start_phase("saving", step)
-        # The weights may be the cause of a bad last step, so older checkpoints are kept after one.
+        # The weights may be the cause of a bad step, so if the last steps were bad, no older checkpoint is removed.
         summary.checkpoint = checkpoints.finish(step, prune=not bad_steps.in_a_row) if step else None
         summary.tokens, summary.seconds, summary.memory = stopwatch.tokens, stopwatch.seconds, peak_memory(run.device)
         summary.elapsed, summary.picture = stopwatch.elapsed(), reporter.finish(step)

@@ -18,9 +18,10 @@ from armillary.train.step import forward, local_loss, sum_over_ranks
 
 @torch.no_grad()
 def validate(run: Run) -> dict[str, float]:
-    """Returns "loss", the mean over all tokens of held-out rows, and the accuracy on each task by its name.
+    """Returns "loss", the mean over all labelled tokens of held-out rows, and the accuracy on each task by its name.
 
-    Reads the first rows of each kind: the same at every call, on every mesh and with any accumulation.
+    Reads the first held-out rows of the text and of each task: the same rows at every call, on every mesh and with any
+    accumulation.
     """
 
     def count_answers(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -32,10 +33,10 @@ def validate(run: Run) -> dict[str, float]:
 
 
 def mean(run: Run, rows: Batches, evaluate: Callable[[Batch], tuple[Tensor, Tensor]]) -> float:
-    """Returns sum of totals / sum of counts, over all ranks and the first `validation.batches` global batches.
+    """Returns the sum of totals divided by the sum of counts, of the first `validation.batches` global batches.
 
     Args:
-        evaluate: returns (total, count) of a micro-batch on this rank.
+        evaluate: returns (total, count) of a micro-batch on this rank. Both are summed over all ranks.
     """
     micro_batches = range(run.config.validation.batches * run.config.train.accumulation)
     # Sums stay on the device until the end, so that the host queues the next micro-batch meanwhile.

@@ -12,7 +12,7 @@ from armillary.plan.presets import Model, is_hybrid
 from armillary.plan.search.search import Choice, SearchResult
 from armillary.plan.train_config import flags, recipe_config, write_toml
 from armillary.train.config import Config, DataConfig, ModelConfig, ParallelConfig
-from armillary.train.config.model_sizes import OF_GPT, SIZES
+from armillary.train.config.model_sizes import GPT_FIELDS, SIZES
 
 RECIPES = {
     "debug": "debug",
@@ -60,7 +60,7 @@ def data_config(result: SearchResult, choice: Choice) -> DataConfig:
 def model_flags(model: Model) -> ModelConfig:
     """Returns the model section of the trainer's configuration, without RoPE scaling."""
     is_gpt = isinstance(model, GPTConfig)
-    names = [name for name in (OF_GPT if is_gpt else SIZES) if name not in ("family", "pretrained")]
+    names = [name for name in (GPT_FIELDS if is_gpt else SIZES) if name not in ("family", "pretrained")]
     sizes: dict[str, Any] = {name: getattr(model, name) for name in (*names, "vocab_size")}
     if is_hybrid(model) and (states := model.states) is not None:
         names = ("heads", "key_heads", "key_dim", "value_dim")

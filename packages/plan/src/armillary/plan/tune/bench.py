@@ -24,7 +24,7 @@ from armillary.train.build import mesh_of, precision, shard_model
 from armillary.train.config import Config
 from armillary.train.config.check import check
 from armillary.train.config.model_sizes import model_config
-from armillary.train.kernels import kernel_with_margin
+from armillary.train.kernels import kernel_with_sm_margin
 from armillary.train.parallel import choose_axes
 from armillary.train.rows import load_rows, open_stores
 from armillary.train.run import batch_mask
@@ -61,7 +61,7 @@ class Bench:
         block = replace(block, layers=len(block.mixers)) if is_hybrid(block) else one_block(block)
         block = replace(block, vocab_size=VOCABULARY)
         model, attention = shard_model(block, config, mesh, dtype)
-        attention.kernel = kernel_with_margin(config, block, dtype, device, axes["ring"])
+        attention.kernel = kernel_with_sm_margin(config, block, dtype, device, axes["ring"])
         # 3. Random tokens. With documents, the layout and the mask are those of the run's first batch.
         layout, mask = attention.layout(config.data.sequence_length, config.data.layout), AttentionMask()
         if config.data.documents:

@@ -53,6 +53,6 @@ class Groups:
         with process_group(self.config) as device:
             ranks = Ranks(collective_timeout(self.config))
             yield device, ranks
-            ranks.gather()  # no rank destroys a group that another still uses
+            ranks.barrier()  # no rank destroys a group that another still uses
             ranks.close()
         sys.excepthook = hook

@@ -188,7 +188,7 @@ def attempt(action: Callable[[], R], ranks: Ranks) -> tuple[R | None, str | None
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
     # Exchange reasons outside of the `except` block: inside, the error's frames keep the candidate's tensors alive.
-    reasons = list(dict.fromkeys(text for text in ranks.agree(lambda: reason) if text is not None))
+    reasons = list(dict.fromkeys(text for text in ranks.on_all(lambda: reason) if text is not None))
     return (None, "; ".join(reasons)) if reasons else (result, None)
 
 

@@ -5,12 +5,12 @@ saving.py       writing one checkpoint
 restoring.py    resuming from the newest intact checkpoint
 state.py        the state dict of a run
 manifest.py     everything but tensors, and the files with their checksums
-settings.py     the configuration in a checkpoint, and changes since
-planner.py      chunks of tensors that FSDP2 and tensor parallelism both shard
+settings.py     the configuration in a checkpoint, and how the current one differs
+planner.py      offsets of the chunks of tensors that FSDP2 and tensor parallelism both shard
 writer.py       a rank's tensors as a safetensors file
 reader.py       tensors from safetensors files
-files.py        files against their checksums
-folder.py       names, commit, retention and clean-up after a kill
+files.py        checksums: of files, and in JSON files
+folder.py       folder names, commit, retention and clean-up after a kill
 output.py       the output folder and its config.json
 export.py       Hugging Face folders
 """

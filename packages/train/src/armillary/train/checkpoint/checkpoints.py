@@ -40,12 +40,12 @@ class Checkpoints:
 
     A checkpoint contains model, optimizer, step, tokens seen, the state of the training rows, and the random state of
     each rank; the learning rate follows from the step. One checkpoint is written at a time, in a background thread if
-    configured, with a process group of its own for collectives.
+    `save.asynchronous`. Collectives of the thread run in a process group of their own (`Ranks`).
 
     Args:
-        lock: lock of the output folder; only its holder may change the folder.
+        lock: lock of the output folder; only the run that holds it may change the folder.
         say: called with lines to print.
-        report: called with "saving" and "saved", and the step; in any thread.
+        report: called with "saving" or "saved", and the step; also by the background thread.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class Checkpoints:
         say: Callable[[str], None],
         report: Callable[[str, int], None] = lambda kind, step: None,
     ) -> None:
-        self.run, self.say, self.report, self.config = run, say, report, run.config.save
+        self.run, self.say, self.report, self.save_config = run, say, report, run.config.save
         self.timeout = timedelta(minutes=run.config.train.timeout_minutes)
         self.lock, self.ranks = lock, Ranks(self.timeout)
         self.folder = replace(checkpoint_folder(run.config), run=lock.run, fence=lock.fence)
         self.model = model_description(run)
-        self.newest: int | None = None
-        self._first_step, self._tokens_before = 0, 0  # of the restored checkpoint
+        self.newest: int | None = None  # step of the newest checkpoint
+        self._restored_step, self._restored_tokens = 0, 0  # of the checkpoint that this run resumed from
         self._saving: Background | None = None
         # The stager copies the state to the host; on CUDA through pinned memory, without blocking the host.
         cuda = run.device.type == "cuda"
@@ -75,7 +75,7 @@ class Checkpoints:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._saving is not None:
-            # After an error of this rank the save in flight may still complete; with a missing rank it cannot.
+            # After an error of this rank alone the save in flight may still complete; with a missing rank it cannot.
             peers_failed = isinstance(error, Exception) and caused_by_peers(error)
             self._saving.join(GRACE if peers_failed else self.timeout.total_seconds())
         if error is None:  # after an error, other ranks may still use the group
@@ -85,38 +85,41 @@ class Checkpoints:
     def restore(self) -> int:
         """Restores the newest intact checkpoint; returns its step, 0 if there is none.
 
-        Writes this run's config.json. Random states are those of the checkpoint, or follow from seed, step and rank.
+        Writes this run's config.json. The random states are restored too if the checkpoint has them for this number of
+        ranks, and otherwise seeded from seed, step and rank.
 
         Raises:
-            ValueError: ranks see different folders, no checkpoint is intact, the newest is of another model or of other
-                rows, or a folder may not be read or changed. On every rank.
+            ValueError: ranks see different folders, no checkpoint is intact, the newest intact one is of another model
+                or of other rows, or a folder may not be read or changed. On every rank.
         """
         try:
             check_shared(self.folder.path, self.ranks, "--train.output")
             manifest = restore(self.run, self.folder, self.ranks, self.say)
         except OSError as error:
             raise ValueError(f"--train.output {self.run.config.train.output}: {error}; name another folder") from error
-        self.ranks.on_first(lambda: write_config(self.run.config))  # last, since a refused run must change nothing
+        # After all checks, since a run that is refused must not change the folder.
+        self.ranks.on_first(lambda: write_config(self.run.config))
         if manifest is None:
             seed_all(self.run.config.train.seed, 0, self.ranks.rank)
             return 0
-        self.newest, self._first_step, self._tokens_before = manifest.step, manifest.step, manifest.tokens
+        self.newest, self._restored_step, self._restored_tokens = manifest.step, manifest.step, manifest.tokens
         return manifest.step
 
     def tokens(self, step: int) -> int:
         """Returns the tokens trained on through `step`, over all ranks and restarts."""
-        return self._tokens_before + (step - self._first_step) * self.run.tokens_per_step
+        return self._restored_tokens + (step - self._restored_step) * self.run.tokens_per_step
 
     def start(self, step: int) -> None:
         """Starts to save the state after `step`; training may continue once this returns.
 
-        If the save fails, a line says so, and earlier checkpoints are kept.
+        If the files cannot be written, a line is printed and earlier checkpoints are kept.
 
         Raises:
-            TimeoutError, RuntimeError: the previous save does not end, or ranks are missing.
+            TimeoutError: the previous save does not end.
+            RuntimeError: ranks are missing.
         """
         self._wait_for_save()  # one save in flight at a time
-        if not self.config.asynchronous:
+        if not self.save_config.asynchronous:
             self._try_to_save(step, saved_state(self.run, self.ranks.rank), self._manifest(step))
             return
         # Copies the state to the host, so that the next step may change it while a thread writes.
@@ -124,18 +127,21 @@ class Checkpoints:
         self._saving = Background(f"step-{step}", partial(self._try_to_save, step, copy, self._manifest(step)))
 
     def finish(self, step: int, prune: bool = True) -> Path:
-        """Saves the state after `step` unless it is saved, and exports the last step if configured; returns its path.
+        """Saves the state after `step` unless it is saved, and exports the last step if configured.
 
         Args:
-            prune: True removes older checkpoints that retention does not keep.
+            prune: True: remove older checkpoints that `keep_last` and `keep_every` do not keep.
+
+        Returns:
+            The path of the checkpoint.
 
         Raises:
-            OSError: it cannot be saved or exported; on every rank.
+            OSError: the state cannot be saved or exported; on every rank.
         """
         self._wait_for_save()
         if self.newest != step:
             self._save(step, saved_state(self.run, self.ranks.rank), self._manifest(step), prune)
-        if self.config.export and step >= self.run.config.train.steps:
+        if self.save_config.export and step >= self.run.config.train.steps:
             self.ranks.on_first(self.lock.fence)
             self.run.model.save_pretrained(self.run.config.train.output / "export" / f"step-{step}")
         return self.folder.path_of(step)
@@ -143,18 +149,28 @@ class Checkpoints:
     def _manifest(self, step: int) -> Manifest:
         """Returns the manifest, for which `save` fills in files and time.
 
-        Built in the training thread, because the loader continues while the state is written.
+        Runs in the training thread, because the state of the training rows changes while a thread writes.
         """
-        rows, values = self.run.training.state_dict(), settings(self.run, self.ranks.size)
-        return Manifest(step, self.ranks.size, self.tokens(step), rows, self.model, "", {}, values)
+        return Manifest(
+            step=step,
+            ranks=self.ranks.size,
+            tokens=self.tokens(step),
+            loader=self.run.training.state_dict(),
+            model=self.model,
+            time="",
+            files={},
+            settings=settings(self.run, self.ranks.size),
+        )
 
     def _try_to_save(self, step: int, state: State, manifest: Manifest) -> None:
+        """Saves and removes older checkpoints; only prints an OSError."""
         try:
             self._save(step, state, manifest)
         except OSError as error:
             self.say(f"step-{step} could not be saved: {error}; training continues, and earlier checkpoints are kept")
 
     def _save(self, step: int, state: State, manifest: Manifest, prune: bool = True) -> None:
+        """Saves a state, and removes older checkpoints if `prune`. Runs in either thread."""
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)  # in a new thread the current device is GPU 0
         self.report("saving", step)
@@ -169,7 +185,7 @@ class Checkpoints:
 
     def _prune(self) -> None:
         try:
-            self.folder.prune(self.config.keep_last, self.config.keep_every)
+            self.folder.prune(self.save_config.keep_last, self.save_config.keep_every)
         except OSError as error:
             self.say(f"older checkpoints could not be removed: {error}")
 
@@ -187,5 +203,5 @@ class Checkpoints:
             )
         if waited_seconds > NOTICEABLE:
             self.say(f"training waited {waited_seconds:.0f} s for {self._saving.name} to be saved")
-        save_in_flight, self._saving = self._saving, None
-        save_in_flight.result()
+        ended_save, self._saving = self._saving, None
+        ended_save.raise_error()

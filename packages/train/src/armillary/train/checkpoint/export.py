@@ -34,7 +34,7 @@ class Export:
       # in half the bytes, with the tokenizer of a folder
       armillary-export outputs/checkpoint/step-80 exported --dtype bfloat16 --pretrained path/to/folder
 
-    Needs memory for the weights in `dtype`, and for one file.
+    Needs memory for the weights in `dtype`, and for one file of the checkpoint.
     """
 
     checkpoint: Annotated[Path, tyro.conf.Positional]
@@ -60,7 +60,7 @@ def export(options: Export) -> None:
         manifest = Manifest.read(options.checkpoint)
     except Damaged as damage:
         raise ValueError(f"{options.checkpoint}: {damage}; give the folder of a checkpoint, step-N") from damage
-    # Checksums first: damaged weights would be exported without an error.
+    # Verifies checksums first, because the reader would accept changed weights.
     if fault := file_fault(manifest.files, options.checkpoint):
         raise ValueError(f"{options.checkpoint}: {fault}")
     try:

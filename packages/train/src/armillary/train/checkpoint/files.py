@@ -1,4 +1,4 @@
-"""Verifies a checkpoint's files by their recorded sizes and checksums; reads and writes JSON files with a checksum."""
+"""Verifies a checkpoint's files by recorded sizes and checksums; reads and writes JSON files that have a checksum."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from armillary.train.checkpoint.reader import Damaged
 from armillary.train.checkpoint.writer import FileRecord
 
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
-"""Errors of a damaged file. Others, such as a lack of permission, say nothing about its content."""
+"""Error numbers of a damaged file. After other errors, such as a lack of permission, the file may be intact."""
 
 
 def file_fault(files: Mapping[str, FileRecord], folder: Path, reader: int = 0, readers: int = 1) -> str | None:
     """Returns the first fault among a reader's share of the files; None if all are intact.
 
+    Args:
+        reader: number of this reader, 0..readers-1.
+        readers: number of readers that divide the files among them.
+
     Raises:
-        ValueError: a file may not be read.
+        ValueError: this process may not read a file.
     """
     # Sorted, so that all readers number the files alike and their shares cover each file once.
     for name in sorted(files)[reader::readers]:
@@ -52,7 +56,7 @@ def read_checked(path: Path) -> dict[str, Any]:
 
     Raises:
         Damaged: the file is missing or has changed.
-        ValueError: the file may not be read.
+        ValueError: this process may not read the file.
     """
     with reading(path):
         text = path.read_bytes()
@@ -76,7 +80,7 @@ def reading(path: Path) -> Generator[None]:
 
     Raises:
         Damaged: the file is missing, or the disk cannot read it.
-        ValueError: the file may be intact but may not be read, for example for lack of permission.
+        ValueError: the file may be intact, but this process cannot read it, for example for lack of permission.
     """
     try:
         yield

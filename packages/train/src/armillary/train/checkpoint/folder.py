@@ -1,9 +1,9 @@
-"""The folder of a run's checkpoints: a folder `step-N` is always complete, even after a kill.
+"""The folder of a run's checkpoints. A folder named `step-N` is always complete, even after a kill.
 
-step-N.partial-RUN  being written, or being deleted; renamed to step-N once all files are on disk
-step-N              complete
-step-N.damaged      failed its checksums; kept until step N is saved again
-step-N.copy         a copy of another step's folder
+step-N.partial-RUN  a checkpoint that is written or deleted; renamed to step-N once all files are on disk
+step-N              a complete checkpoint
+step-N.damaged      a checkpoint with wrong checksums; kept until step N is saved again
+step-N.copy         a copy of another step's folder, found under the name step-N
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ INCOMPLETE = re.compile(r"step-\d+\.partial(-\w*)?|\.seen-by-all-[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """Checkpoints at `path`. One process at a time may change it: rank 0.
+    """The checkpoints at `path`. Only rank 0 of the run that holds the output folder's lock may change them.
 
     Args:
         run: a name that no other run has.
-        fence: called right before a change that others see; raises if another run has taken the folder. A rename after
-            that fails too, because the other run has removed all incomplete checkpoints.
+        fence: called right before a change that others see; raises if another run has taken the folder. If another run
+            takes it between `fence` and a rename, the rename fails, since that run removes all incomplete checkpoints.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class CheckpointFolder:
             return []
 
     def steps(self) -> list[int]:
-        """Steps of complete checkpoints, in rising order."""
+        """Returns the steps of complete checkpoints, in rising order."""
         return sorted(int(match[1]) for name in self.names() if (match := COMPLETE.fullmatch(name)))
 
     def clear(self) -> None:
@@ -75,7 +75,7 @@ class CheckpointFolder:
         self.fence()
         partial.rename(self.path_of(step))
         sync_folder(self.path)  # before the caller removes older checkpoints
-        with suppress(OSError):  # the checkpoint is complete without that
+        with suppress(OSError):  # the checkpoint is complete, with or without the damaged one
             remove(self.damaged_path(step))
 
     def discard(self, step: int) -> None:
@@ -86,7 +86,8 @@ class CheckpointFolder:
         """Renames a checkpoint that is damaged, or a `copy` of another step; returns the new path."""
         self.fence()
         if copy:
-            # Copies get numbers, because each may be the only one of its step. Damaged ones replace each other.
+            # A copy gets a new name, because it may be the last intact checkpoint of the step that it was copied from.
+            # A damaged checkpoint replaces an earlier damaged one of its step.
             names = (f"step-{step}.copy{f'-{number}' if number else ''}" for number in count())
             path = next(path for name in names if not (path := self.path / name).exists())
         else:
@@ -96,17 +97,17 @@ class CheckpointFolder:
         return path
 
     def prune(self, keep_last: int, keep_every: int | None) -> None:
-        """Removes all checkpoints except the newest `keep_last` and those whose step `keep_every` divides."""
+        """Removes all checkpoints except the newest `keep_last`, and every checkpoint of a multiple of `keep_every`."""
         self.fence()
         for step in steps_to_delete(self.steps(), keep_last, keep_every):
-            # Renamed before it is deleted: a kill in between must not leave an incomplete step-N.
+            # Renamed first, because a kill during the deletion must not leave an incomplete step-N.
             remove(self.partial(step))
             self.path_of(step).rename(self.partial(step))
             remove(self.partial(step))
 
 
 def steps_to_delete(steps: list[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Returns those of `steps`, in rising order, that retention does not keep."""
+    """Returns the steps to delete. `steps` are in rising order."""
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
 
 

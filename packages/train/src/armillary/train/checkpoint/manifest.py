@@ -17,7 +17,7 @@ from armillary.train.checkpoint.writer import FileRecord
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-"""Increased when older code cannot read new checkpoints, not for an additional field. 1 and 2 had pickles."""
+"""Version of the format, increased when older code cannot read new checkpoints. Formats 1 and 2 had pickles."""
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Manifest:
 
     Args:
         step: the last trained step.
-        ranks: number of ranks that saved it.
+        ranks: number of ranks that saved the checkpoint.
         tokens: number of tokens trained on so far, over all ranks.
         loader: state of the training rows, the same on all ranks.
         model: fields of a Hugging Face config.json.
         time: time of the commit, ISO 8601 in UTC.
-        files: files by name.
-        settings: settings of the run by flag, as they are printed.
+        files: size and CRC-32 of each file, by name.
+        settings: settings of the run by flag, as texts.
     """
 
     step: int
@@ -52,8 +52,8 @@ class Manifest:
         """Reads the manifest of a checkpoint. Unknown fields, of later versions, are ignored.
 
         Raises:
-            Damaged: it is missing, has changed, or has other fields.
-            ValueError: it has another format, or may not be read.
+            Damaged: the manifest is missing, has changed, or lacks a field.
+            ValueError: the manifest has another format, or this process may not read it.
         """
         fields = read_checked(folder / MANIFEST)
         version = fields.get("format")
@@ -67,7 +67,7 @@ class Manifest:
                 "armillary-export of the version that wrote it, and start from that folder with --model.pretrained"
             )
         try:
-            # Through JSON: strict validation of Python values would refuse a dict for a nested dataclass.
+            # Through JSON: strict validation of Python values would refuse a dict for the dataclass `FileRecord`.
             manifest = MANIFESTS.validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
@@ -82,7 +82,14 @@ MANIFESTS = TypeAdapter(Manifest)
 
 
 def checkpoint_fault(folder: CheckpointFolder, step: int, reader: int = 0, readers: int = 1) -> str | None:
-    """Returns the first fault of a checkpoint's manifest or of a part of its files. Errors as from `Manifest.read`."""
+    """Returns the first fault of a checkpoint's manifest, or of a reader's share of its files; None if there is none.
+
+    Args:
+        reader, readers: as for `file_fault`.
+
+    Raises:
+        ValueError: as from `Manifest.read`.
+    """
     try:
         manifest = Manifest.read(folder.path_of(step))
     except Damaged as damage:
@@ -93,7 +100,7 @@ def checkpoint_fault(folder: CheckpointFolder, step: int, reader: int = 0, reade
 
 
 def is_copy(folder: CheckpointFolder, step: int) -> bool:
-    """Returns True if this step's folder has the manifest of another step."""
+    """Returns True if the folder of `step` has the manifest of another step."""
     try:
         return Manifest.read(folder.path_of(step)).step != step
     except Damaged:

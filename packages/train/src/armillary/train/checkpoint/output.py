@@ -22,21 +22,23 @@ def check_output(config: Config) -> None:
     """Creates the output folder if it does not exist, and changes nothing in it.
 
     Raises:
-        ValueError: it cannot be written to, or has checkpoints that must not be resumed; on the ranks that see it.
+        ValueError: the folder cannot be written to, or has checkpoints although `save.resume` is "never". Only on the
+            ranks that see this.
     """
     with writing_to(config.train.output) as folder:
         if config.save.resume == "never" and (steps := checkpoint_folder(config).steps()):
             path = checkpoint_folder(config).path_of(steps[-1])
             raise ValueError(f"--save.resume never: {path} exists; name another --train.output")
         folder.mkdir(parents=True, exist_ok=True)
-        TemporaryFile(dir=folder).close()  # permission bits do not tell if a network file system accepts a file
+        # Creates a file, because permission bits do not tell whether a network file system accepts one.
+        TemporaryFile(dir=folder).close()
 
 
 def write_config(config: Config) -> None:
     """Writes the resolved configuration to config.json in the output folder. On one rank.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     with writing_to(config.train.output) as folder:
         text = json.dumps(asdict(config), indent=2, default=str) + "\n"

@@ -3,8 +3,8 @@
     dcp.save(state, checkpoint_id=folder, planner=SavePlanner())
     dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
 
-torch's own planners misplace the chunks of ranks where tensor parallelism shards a dim unevenly
-(`armillary.models.parameter_shards`). They can read these checkpoints on meshes where torch computes the right chunks.
+If tensor parallelism shards a dim unevenly, torch's own planners compute wrong offsets for some ranks' chunks
+(`armillary.models.parameter_shards`). On other meshes torch's `DefaultLoadPlanner` can load these checkpoints too.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from armillary.models.parameter_shards import local_part
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Saves the local chunk of each `DTensor` at its offsets in the tensor. Plans are not cached."""
+    """Saves the local chunk of each `DTensor` at its offsets in the tensor."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # without options: torch's caching of plans is not supported
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -35,28 +35,28 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Loads the local chunk of each `DTensor`."""
+    """Loads the local chunk of each `DTensor` from the chunks that overlap with it in the checkpoint."""
 
     def create_local_plan(self) -> LoadPlan:
         plan = super().create_local_plan()
         assert self.metadata is not None
         entries = {n: x for n, x in self.metadata.state_dict_metadata.items() if isinstance(x, TensorStorageMetadata)}
-        sharded = {name: entry for name, entry in entries.items() if is_local(self.state_dict.get(name))}
-        # torch's items for these tensors are replaced by items for the chunk that this rank really holds.
+        sharded = {name: entry for name, entry in entries.items() if has_local_chunk(self.state_dict.get(name))}
+        # torch's items for DTensors may have wrong offsets. They are replaced by items for this rank's actual chunk.
         items = [item for item in plan.items if item.dest_index.fqn not in sharded]
         for name, entry in sharded.items():
             items += create_read_items_for_chunk_list(name, entry, [local_chunk(self.state_dict[name])])
         return replace(plan, items=items)
 
 
-def is_local(x: Any) -> bool:
-    """Returns True for a `DTensor` on a mesh that has this rank."""
+def has_local_chunk(x: Any) -> bool:
+    """Returns True for a `DTensor` on a mesh that includes this rank."""
     return isinstance(x, DTensor) and x.device_mesh.get_coordinate() is not None
 
 
 def at_offsets(item: WriteItem, x: Any) -> WriteItem:
-    """Returns an item with the offsets of the local chunk, if `x` is a `DTensor`."""
-    if not is_local(x) or item.tensor_data is None:
+    """Returns the item with the offsets and sizes of the local chunk of `x`; unchanged if `x` is not a `DTensor`."""
+    if not has_local_chunk(x) or item.tensor_data is None:
         return item
     chunk = local_chunk(x)
     index = MetadataIndex(item.index.fqn, chunk.offsets)
@@ -64,9 +64,9 @@ def at_offsets(item: WriteItem, x: Any) -> WriteItem:
 
 
 def local_chunk(x: DTensor) -> ChunkStorageMetadata:
-    """Returns the offsets and sizes of this rank's chunk.
+    """Returns the offsets and sizes of this rank's chunk of `x`.
 
-    DCP tells chunks apart by their offsets, so an empty one is placed at the end, where no other chunk begins.
+    DCP identifies a chunk by its offsets. An empty chunk is placed at the end of the dim, where no other chunk begins.
     """
     _, box = local_part(x)
     starts = [

@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint with torch's reader of safetensors, which never executes code from a file.
+"""Reads the tensors of a checkpoint with torch's reader of safetensors files, which contain no code to execute.
 
 state = {"model": get_model_state_dict(model)}
 load(state, folder, Manifest.read(folder).files)
@@ -36,7 +36,7 @@ class Damaged(Exception):
 class ListedFiles(FileSystem):
     """A file system whose `ls` returns only the files of the checkpoint.
 
-    torch's reader would read every file in the folder, also files that do not belong to the checkpoint.
+    torch's reader reads every file that `ls` returns. In the folder there may be files of no checkpoint.
     """
 
     def __init__(self, paths: list[str]) -> None:
@@ -60,10 +60,12 @@ class TensorReader(HuggingFaceStorageReader):
         self.fs = ListedFiles([str(folder / name) for name in sorted(files) if name.endswith(SUFFIX)])
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns shapes and dtypes from the headers of all files. No tensor is larger than the bytes of its file.
+        """Returns shapes and dtypes from the headers of all files.
+
+        Checks that the chunks in the files fill each tensor, so that no header can state a tensor larger than its data.
 
         Raises:
-            Damaged: a header is invalid, or a tensor incomplete.
+            Damaged: a header is invalid, or a tensor is incomplete.
             ValueError, OSError: a file cannot be read, for example for lack of memory.
         """
         try:
@@ -75,14 +77,15 @@ class TensorReader(HuggingFaceStorageReader):
             raise
         except Exception as error:  # a manipulated header can make torch fail with any exception
             reason = f"{type(error).__name__}: {one_line(str(error))}"
-            # torch raises a RuntimeError for too little memory: the file may be intact. RecursionError is a subclass of
-            # it, and the result of JSON that is nested too deep.
+            # torch raises a RuntimeError if memory is short; the file may be intact. RecursionError is a RuntimeError
+            # too, but comes from JSON that is nested too deeply.
             if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
                 raise ValueError(f"files of tensors cannot be read ({reason})") from error
             raise Damaged(f"headers of tensors are invalid ({reason})") from error
         return metadata
 
     def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
+        """Reads the tensors of a plan; raises ValueError for errors of torch or safetensors."""
         try:
             return super().read_data(plan, planner)
         except (OSError, torch.OutOfMemoryError):
@@ -92,7 +95,7 @@ class TensorReader(HuggingFaceStorageReader):
 
 
 def check_chunks(name: str, entry: TensorStorageMetadata) -> None:
-    """Raises ValueError unless the chunks of a tensor have as many elements as the tensor."""
+    """Raises ValueError unless a tensor's chunks have valid offsets and together as many elements as the tensor."""
     for chunk in entry.chunks:
         if len(chunk.offsets) != len(chunk.sizes) or any(offset < 0 for offset in chunk.offsets):
             raise ValueError(f"{name}: a chunk of {tuple(chunk.sizes)} at {tuple(chunk.offsets)}")
@@ -118,11 +121,15 @@ def saved_shapes(folder: Path, files: Iterable[str], *prefixes: str) -> dict[str
 def read_tensors(
     folder: Path, files: Iterable[str], prefix: str, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Returns the whole tensors below `prefix`, such as "model", by name, on the CPU, in `dtype` or as they were saved.
+    """Returns whole tensors on the CPU: those whose names begin with `prefix` and a dot, by the remaining name.
+
+    Args:
+        prefix: "model" or "optimizer".
+        dtype: dtype of the returned tensors; None: as saved.
 
     Raises:
-        Damaged, ValueError: the checkpoint is damaged, lacks the prefix, or is larger than memory.
-        OSError: it cannot be read.
+        Damaged, ValueError: the checkpoint is damaged, has no tensors below `prefix`, or does not fit into memory.
+        OSError: a file cannot be read.
     """
     names = list(files)
     entries = TensorReader(folder, names).read_metadata().state_dict_metadata

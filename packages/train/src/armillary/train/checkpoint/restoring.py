@@ -10,14 +10,19 @@ from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest, checkpoint_fault, is_copy
 from armillary.train.checkpoint.reader import Damaged, TensorReader
 from armillary.train.checkpoint.settings import changed_settings, settings
-from armillary.train.checkpoint.state import check_model, load_state, shapes_of, training_state
+from armillary.train.checkpoint.state import check_model, load_state, tensor_shapes, training_state
 from armillary.train.run import Run
 from armillary.train.runtime.health.ranks import Ranks
 
 
 @dataclass(frozen=True)
-class Newest:
-    """The step of the newest intact checkpoint (None without checkpoints), and faults of newer checkpoints by step."""
+class NewestIntact:
+    """The newest intact checkpoint.
+
+    Args:
+        step: its step; None if there are no checkpoints.
+        faults: by step, the faults of newer checkpoints.
+    """
 
     step: int | None = None
     faults: dict[int, str] = field(default_factory=dict[int, str])
@@ -36,10 +41,10 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
     newest = newest_intact(folder, ranks, "; name another --train.output to start anew")
     if newest.step is None:
         return None
-    # 1. Checks, which change nothing if they fail: a refusal must leave damaged checkpoints where they are.
+    # 1. Checks come before any change: a run that is refused must leave damaged checkpoints where they are.
     path = folder.path_of(newest.step)
     manifest = Manifest.read(path)
-    shapes = shapes_of(training_state(run))
+    shapes = tensor_shapes(training_state(run))
     ranks.on_first(lambda: check_model(run, path, manifest, shapes))
     try:
         run.training.load_state_dict(manifest.loader)
@@ -58,8 +63,8 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
     return manifest
 
 
-def newest_intact(folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> Newest:
-    """Verifies checkpoints from the newest on, with the files divided over the ranks. Collective.
+def newest_intact(folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> NewestIntact:
+    """Verifies checkpoints, newest first, until one is intact. The ranks divide the files among them. Collective.
 
     Args:
         advice: end of the error message if none is intact.
@@ -71,23 +76,23 @@ def newest_intact(folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> N
     for step in reversed(ranks.on_first(folder.steps)):
         fault = find_fault(folder, step, ranks)
         if fault is None:
-            return Newest(step, faults)
+            return NewestIntact(step, faults)
         faults[step] = fault
     if faults:
         reasons = "; ".join(f"step-{step}: {fault}" for step, fault in faults.items())
         raise ValueError(f"no checkpoint in {folder.path} is intact ({reasons}){advice}")
-    return Newest()
+    return NewestIntact()
 
 
 def find_fault(folder: CheckpointFolder, step: int, ranks: Ranks) -> str | None:
     """Returns the first fault of a checkpoint, None if it is intact. Collective; each rank verifies its share."""
     # Checksums need every byte, so ranks share the files. Headers are small: one rank reads them all.
-    faults = ranks.agree(lambda: checkpoint_fault(folder, step, ranks.rank, ranks.size))
+    faults = ranks.on_all(lambda: checkpoint_fault(folder, step, ranks.rank, ranks.size))
     return next(filter(None, faults), None) or ranks.on_first(lambda: header_fault(folder.path_of(step)))
 
 
 def header_fault(path: Path) -> str | None:
-    """Returns the reason why files with correct checksums are not readable as tensors, or None."""
+    """Returns the reason why files with correct checksums cannot be read as tensors; None if they can."""
     try:
         TensorReader(path, Manifest.read(path).files).read_metadata()
     except Damaged as damage:

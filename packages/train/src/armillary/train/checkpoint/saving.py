@@ -22,8 +22,8 @@ def save(folder: CheckpointFolder, state: State, manifest: Manifest, ranks: Rank
     Raises:
         OSError: a rank could not write, with the reason; on every rank. The incomplete checkpoint is removed, and
             earlier ones are unchanged.
-        ValueError: the state has something that a checkpoint cannot hold; on every rank.
-        RuntimeError: anything else, such as a missing rank.
+        ValueError: the state has a value that a checkpoint cannot hold; on every rank.
+        RuntimeError: any other error, such as a missing rank.
     """
     writer = TensorWriter(folder.partial(manifest.step), ranks)
     try:
@@ -36,12 +36,12 @@ def save(folder: CheckpointFolder, state: State, manifest: Manifest, ranks: Rank
         ranks.on_first(lambda: commit(folder, replace(manifest, files=writer.files, time=now)))
     except BaseException:
         if ranks.rank == 0:
-            with suppress(OSError):  # the next save of this step, or the next run, removes it
+            with suppress(OSError):  # if this fails, the next save of this step or the next run removes the files
                 folder.discard(manifest.step)
         raise
 
 
 def commit(folder: CheckpointFolder, manifest: Manifest) -> None:
-    """Adds the manifest to the files of its step and makes them a checkpoint. On one rank."""
+    """Adds the manifest to the incomplete checkpoint of its step, and completes the checkpoint. On one rank."""
     manifest.write(folder.partial(manifest.step))
     folder.complete(manifest.step)

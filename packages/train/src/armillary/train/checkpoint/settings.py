@@ -1,4 +1,4 @@
-"""The configuration in a checkpoint, so that a resumed run can print changes."""
+"""The configuration in a checkpoint, from which a resumed run prints what has changed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from armillary.train.parallel import choose_axes
 from armillary.train.run import Run
 
 NOT_COMPARED = ("train.output",)
-"""Settings that do not change training: the folder may have been moved."""
+"""Settings whose changes are not printed: the output folder may have been moved."""
 
 
 def settings(run: Run, ranks: int) -> dict[str, str]:
-    """Returns the settings of a run by flag, as they are printed, with defaults resolved."""
+    """Returns the settings of a run by flag, as texts. Mesh axes and device are the actual ones, not the defaults."""
     flags = {flag(name): flag_text(value) for name, value in flat(run.config) if name not in NOT_COMPARED}
     axes = {f"parallel.{axis}": str(size) for axis, size in choose_axes(run.config, ranks).items()}
     return flags | axes | {"train.device": run.device.type, "ranks": str(ranks)}
 
 
 def changed_settings(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """Returns aligned lines such as "optimizer.lr  0.003 -> 0.001", of settings that both have."""
+    """Returns aligned lines such as "optimizer.lr  0.003 -> 0.001". A setting in only one of the two is left out."""
     pairs = [(name, before[name], after[name]) for name in after if name in before]
     return align_columns([(name, old, new) for name, old, new in pairs if old != new])

@@ -1,7 +1,7 @@
 """The state dict of a run: saving and loading.
 
-Learning rates are not saved, because they follow from the step. The optimizer's other settings are those of the resumed
-run's configuration.
+The optimizer's settings are not saved. The learning rate follows from the step, and the other settings from the
+configuration of the run that resumes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ State = dict[str, Any]
 
 
 def saved_state(run: Run, rank: int) -> State:
-    """Returns the tensors of a checkpoint: model and optimizer, sharded, and this rank's random state."""
+    """Returns the tensors of a checkpoint: the shards of model and optimizer, and this rank's random state."""
     state = training_state(run)
     optimizer = {"state": state["optimizer"]["state"]}
     return {"model": state["model"], "optimizer": optimizer, "random": {f"rank-{rank}": random_state(run.device)}}
@@ -39,9 +39,9 @@ def saved_state(run: Run, rank: int) -> State:
 def training_state(run: Run) -> State:
     """Returns the state dicts of model and optimizer. Creates the optimizer's state if there has been no step."""
     if not run.optimizer.state:
-        get_optimizer_state_dict(run.model, run.optimizer)  # torch creates it by a step with learning rate 0
+        get_optimizer_state_dict(run.model, run.optimizer)  # torch creates the state by a step with learning rate 0
         for values in run.optimizer.state.values():
-            values["step"].zero_()  # that step must not count
+            values["step"].zero_()  # AdamW's own count, which must not include that step
     model, optimizer = get_state_dict(run.model, run.optimizer)
     return {"model": model, "optimizer": optimizer}
 
@@ -49,29 +49,29 @@ def training_state(run: Run) -> State:
 def load_state(run: Run, path: Path, manifest: Manifest, ranks: Ranks) -> None:
     """Loads model, optimizer and random states. Collective.
 
-    On another number of ranks, random states follow from the seed, the step and the rank.
+    If the checkpoint was saved by another number of ranks, random states are seeded from seed, step and rank.
 
     Raises:
-        ValueError: a tensor cannot be read, or is no random state; on every rank.
+        ValueError: a tensor cannot be read, or a random state is invalid; on every rank.
     """
-    # 1. Random states of generators that the checkpoint lacks.
+    # 1. Seed all generators first, for those whose state the checkpoint lacks.
     seed_all(run.config.train.seed, manifest.step, ranks.rank)
-    # 2. DCP fills the tensors of a state dict in place. Settings of the optimizer's groups are no tensors, and stay
-    # those of this run's configuration.
+    # 2. DCP fills the tensors of a state dict in place. The optimizer's settings (`param_groups`) are taken out before,
+    # since the checkpoint has none, and put back unchanged.
     state = training_state(run)
-    groups = state["optimizer"].pop("param_groups")
-    random = saved_random_state(run, path, manifest, ranks.rank) if manifest.ranks == ranks.size else {}
+    param_groups = state["optimizer"].pop("param_groups")
+    random = random_state_to_fill(run, path, manifest, ranks.rank) if manifest.ranks == ranks.size else {}
     state |= {"random": {f"rank-{ranks.rank}": random}} if random else {}
     with convert_dcp_errors():
         load(state, path, manifest.files, process_group=ranks.group)
-    # 3. From the state dict into model, optimizer and generators.
-    optimizer = {**state["optimizer"], "param_groups": groups}
+    # 3. Copy the state dict into model, optimizer and generators.
+    optimizer = {**state["optimizer"], "param_groups": param_groups}
     set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
-    ranks.agree(lambda: set_random_state(random, run.device))
+    ranks.on_all(lambda: set_random_state(random, run.device))
 
 
-def saved_random_state(run: Run, path: Path, manifest: Manifest, rank: int) -> State:
-    """Returns tensors to load random state into, for the generators that the checkpoint and this process share."""
+def random_state_to_fill(run: Run, path: Path, manifest: Manifest, rank: int) -> State:
+    """Returns tensors for DCP to fill, of the random generators that both the checkpoint and this process have."""
     shapes = saved_shapes(path, manifest.files, f"random.rank-{rank}.")
     current = random_state(run.device)
     return {name: x for name, x in current.items() if shapes.get(f"random.rank-{rank}.{name}") == tuple(x.shape)}
@@ -79,7 +79,7 @@ def saved_random_state(run: Run, path: Path, manifest: Manifest, rank: int) -> S
 
 def model_description(run: Run) -> dict[str, Any]:
     """Returns the fields of a Hugging Face config.json for the run's model."""
-    # Through JSON, so that tuples are lists, as in the manifest that they are compared with.
+    # Through JSON, which turns tuples into lists: a manifest that was read from a file has lists too.
     return json.loads(json.dumps(describe(run.model.config, torch.float32)))
 
 
@@ -87,7 +87,7 @@ def saved_config(folder: Path, manifest: Manifest) -> LlamaConfig | GPTConfig:
     """Returns the model's config in the manifest of a checkpoint, after comparing it with the saved tensors' shapes.
 
     Raises:
-        Damaged, ValueError: the manifest describes no model, or another model than the saved tensors.
+        Damaged, ValueError: the manifest's model is invalid, or does not have the saved tensors.
     """
     try:
         config = parse(manifest.model)
@@ -95,16 +95,21 @@ def saved_config(folder: Path, manifest: Manifest) -> LlamaConfig | GPTConfig:
         raise ValueError(f"{folder / MANIFEST}: model: {error}") from error
     saved = saved_shapes(folder, manifest.files, "model.")
     shapes = {name.removeprefix("model."): shape for name, shape in saved.items()}
-    # The manifest may state any number of layers. Names of layers are built only up to the number of saved tensors.
+    # A manifest can state any number of layers. `parameter_shapes` builds the names of all, so the number is checked
+    # first: a layer has at least one tensor.
     if config.layers > len(shapes):
-        raise ValueError(f"{folder / MANIFEST}: model: {config.layers} layers, and {len(shapes)} tensors were saved")
+        raise ValueError(f"{folder / MANIFEST}: model: {config.layers} layers, but {len(shapes)} tensors were saved")
     if difference := differences(shapes, parameter_shapes(meta_model, config)):
-        raise ValueError(f"{folder / MANIFEST}: model: another one was saved ({difference})")
+        raise ValueError(f"{folder / MANIFEST}: model: the saved tensors are of another model ({difference})")
     return config
 
 
 def check_model(run: Run, path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ValueError if a checkpoint is of another model than `run`, whose tensors have these shapes."""
+    """Raises ValueError if a checkpoint is of another model than `run`.
+
+    Args:
+        shapes: shapes of the run's model and optimizer, from `tensor_shapes`.
+    """
     difference = differences(manifest.model, model_description(run)) or differences(
         saved_shapes(path, manifest.files, "model.", "optimizer.state."), shapes
     )
@@ -114,7 +119,7 @@ def check_model(run: Run, path: Path, manifest: Manifest, shapes: Mapping[str, t
         )
 
 
-def shapes_of(state: State) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(state: State) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the model's and the optimizer's tensors, by the names that DCP gives them."""
     tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in state["model"].items()}
     for name, values in state["optimizer"]["state"].items():

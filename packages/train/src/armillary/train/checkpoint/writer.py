@@ -23,11 +23,11 @@ from torch.futures import Future
 from armillary.train.checkpoint.reader import SUFFIX, Damaged, TensorReader
 from armillary.train.runtime.health.ranks import Ranks
 
-BLOCK = 2**24
-"""Bytes of a block when a file is read."""
+READ_BYTES = 2**24
+"""Bytes that are read from a file at a time."""
 
 MAX_FILE_BYTES = 2**32
-"""Maximum bytes of tensors in a file, unless one tensor is larger: readers map complete files into memory."""
+"""Maximum bytes of tensors in a file, unless one tensor is larger. Readers map a whole file into memory."""
 
 DTYPES = {
     torch.float64: "F64",
@@ -39,7 +39,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Names in safetensors."""
+"""Names of dtypes in safetensors."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,19 @@ class FileRecord:
     def of_file(cls, path: Path) -> FileRecord:
         record = cls(0, 0)
         with path.open("rb") as file:
-            while block := file.read(BLOCK):
+            while block := file.read(READ_BYTES):
                 record = record.add(memoryview(block))
         return record
 
 
 class RecordedFile(io.FileIO):
-    """A new file with a record of its content."""
+    """A new file that updates `record` (size and CRC-32) with everything written to it."""
 
     record = FileRecord(0, 0)
 
     def write(self, data: Any, /) -> int:
         unwritten = memoryview(data).cast("B")
+        # A raw file may write only a part of the data at a time.
         while unwritten:
             count = super().write(unwritten)
             self.record = self.record.add(unwritten[:count])
@@ -87,14 +88,14 @@ class TensorWriter(StorageWriter):
 
     Args:
         folder: existing folder for the files.
-        ranks: the ranks that save together; each waits until all have written. None: only this process.
+        ranks: the ranks that save together; each waits until all have written. None: this process saves alone.
     """
 
     def __init__(self, folder: Path, ranks: Ranks | None = None) -> None:
         super().__init__()
         self.folder, self.ranks = folder, ranks
         self.files: dict[str, FileRecord] = {}
-        """Records of the files of all ranks, by name; on rank 0, once they are written."""
+        """Records of all ranks' files by name; set on rank 0 by `finish`."""
 
     # DCP calls the methods below in this order: on every rank, but `prepare_global_plan` and `finish` on rank 0.
 
@@ -125,17 +126,17 @@ class TensorWriter(StorageWriter):
                 record = write_tensors(self.folder / name, items, planner)
                 files.append(WriteResult(MetadataIndex(name), record.size, record))
         finally:
-            # Also after an error: other ranks wait here, and must not commit before every rank has written.
+            # Also after an error: the other ranks wait here, so that no rank commits before all have written.
             if self.ranks is not None:
-                self.ranks.gather()
+                self.ranks.barrier()
         results: Future[list[WriteResult]] = Future()
         results.set_result(files)
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Collects the records of all ranks' files and reads their headers back. Runs on rank 0.
+        """Collects the records of all ranks' files, and reads the files' headers back. Runs on rank 0.
 
-        Files are opened by name, because a network file system may list other hosts' files later.
+        Opens the files by the names in `results`, because a network file system may not list files of other hosts yet.
 
         Raises:
             OSError: the headers do not describe the saved tensors.
@@ -154,7 +155,10 @@ class TensorWriter(StorageWriter):
 
 
 def check_items(items: Sequence[WriteItem]) -> None:
-    """Raises ValueError for items that a safetensors file cannot store: non-tensors, and a second chunk of a name."""
+    """Raises ValueError for items that a safetensors file cannot store.
+
+    These are values that are not tensors, tensors of other dtypes, and several chunks of one tensor.
+    """
     for item in items:
         name = item.index.fqn
         if item.tensor_data is None:
@@ -170,10 +174,11 @@ def check_items(items: Sequence[WriteItem]) -> None:
 def split_items(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
     """Returns the items of each file.
 
-    Wide elements come first, so that each chunk begins at a multiple of its element size: readers map the files.
+    Dtypes with wide elements come first. Each chunk then begins at a multiple of its element size, as tensors in a file
+    that is mapped into memory must.
     """
     files: list[list[WriteItem]] = []
-    size = MAX_FILE_BYTES  # as if a file were full, so that the first item opens one
+    size = MAX_FILE_BYTES  # as if the previous file were full, so that the first item opens a file
     for item in sorted(items, key=lambda item: (-tensor_data(item).properties.dtype.itemsize, item.index.fqn)):
         nbytes = chunk_bytes(tensor_data(item))
         if size + nbytes > MAX_FILE_BYTES:
@@ -185,7 +190,7 @@ def split_items(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
 
 
 def write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner) -> FileRecord:
-    """Writes chunks as one file, one at a time, so that no copy of all of them is in memory."""
+    """Writes the chunks of one file, one after the other, so that at most one chunk is copied to the host at a time."""
     with RecordedFile(path, "x") as file:
         file.write(header({item.index.fqn: tensor_data(item) for item in items}))
         for item in items:
@@ -207,8 +212,9 @@ def chunk_bytes(data: TensorWriteData) -> int:
 def header(chunks: dict[str, TensorWriteData]) -> bytes:
     """Returns the header of a safetensors file with these chunks, in order.
 
-    A file contains, in order: the length of a JSON text (8 bytes), the text, and the data of all tensors. torch's
-    metadata in the text has the offsets of each chunk in its tensor.
+    A file contains, in order: the length of a JSON text (8 bytes), the text, and the data of all chunks. The text has
+    the dtype, shape and position of each chunk, and under "__metadata__", for torch, the offsets of each chunk in its
+    tensor.
     """
     entries: dict[str, Any] = {}
     start = 0
@@ -225,6 +231,6 @@ def header(chunks: dict[str, TensorWriteData]) -> bytes:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    # As bytes, because numpy has no bfloat16.
+    # Viewed as uint8, because numpy has no bfloat16.
     flat: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())

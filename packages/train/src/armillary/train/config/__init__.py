@@ -33,7 +33,7 @@ class ModelConfig:
     hidden_dim: Count = 352
     """Inner dim of the MLP."""
     head_dim: CountOrNone = None
-    """D; by default dim / heads."""
+    """Head dim (D); by default dim / heads."""
     qk_norm: bool = False
     """RMSNorm of queries and keys before RoPE (Qwen3)."""
     tied_embeddings: bool = False
@@ -141,7 +141,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After warm-up: cosine or linear decay to min-lr; lr until the last decay-steps (wsd); or lr to the end."""
     warmup_steps: Annotated[int, Field(ge=0, le=LARGEST)] = 10
-    """Steps of linear warm-up; half of the run if it has no more steps. A resumed run uses its new --train.steps."""
+    """Steps of linear warm-up; a run with no more --train.steps than that warms up for half of its steps."""
     decay_steps: CountOrNone = None
     """wsd: steps of the linear decay to min-lr at the end; by default a tenth of all steps."""
     weight_decay: NotNegative = 0.1
@@ -157,7 +157,7 @@ class OptimizerConfig:
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global gradient norm to clip to; inf: no clipping."""
     cpu_offload: bool = False
-    """Keep master weights, their gradients and AdamW's state in the host's memory, and step there."""
+    """Keep master weights, their gradients and AdamW's state in the host's memory, and run AdamW there."""
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,11 @@ class CudaConfig:
     expandable_segments: bool = True
     """Let the allocator's segments grow, against fragmentation; PYTORCH_ALLOC_CONF overrides it."""
     bind_device: bool = True
-    """Bind NCCL to the rank's GPU: it connects eagerly and splits communicators. torch 2.15 always binds it."""
+    """Bind NCCL to the rank's GPU, so that NCCL connects eagerly and splits communicators; torch 2.15 always does."""
     high_priority: bool = True
     """Run exchanges of ring and ulysses on streams of high priority, with communicators of their own."""
     max_ctas: CountOrNone = None
-    """Maximum number of multiprocessors of an NCCL kernel of those exchanges; by default NCCL decides."""
+    """Maximum number of multiprocessors of an NCCL kernel of ring or ulysses; by default NCCL decides."""
     sm_margin: Annotated[int | None, Field(ge=0, le=1024)] = None
     """Multiprocessors that flash_attn_3 leaves to NCCL; by default 16 where ring > 1, unless blocks are compiled."""
     connections: Annotated[int, Field(ge=1, le=32)] = 32
@@ -256,7 +256,7 @@ class TrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A run of the trainer."""
+    """The configuration of a run: one section for each part."""
 
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)

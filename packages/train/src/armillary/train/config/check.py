@@ -37,7 +37,7 @@ def check(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Checks the weights of paths, and that the global batch divides evenly."""
+    """Checks the weights of `data.path`, and that the global batch divides evenly among replicas and micro-batches."""
     data, parallel, accumulation = config.data, config.parallel, config.train.accumulation
     if data.weights and len(data.weights) != len(data.path):
         counts = f"{len(data.weights)} numbers for {len(data.path)} paths"
@@ -81,11 +81,13 @@ def check_tasks(config: Config) -> None:
     if data.task is not None and data.path:
         raise ValueError(f"--data.task {data.task} and --data.path {data.path[0]}: train on a task or on text")
     if "recall" in (data.task, *config.validation.tasks) and data.pairs > data.symbols:
-        raise ValueError(f"--data.pairs {data.pairs} have a key each; make --data.symbols {data.symbols} as many")
+        raise ValueError(
+            f"--data.pairs {data.pairs}: each needs its own key; make --data.symbols {data.symbols} as many"
+        )
 
 
 def check_states(config: Config) -> None:
-    """Checks what layers with a state cannot run on."""
+    """Raises ValueError for options that layers with a state do not support."""
     mixers, layout = config.model.mixers, config.data.layout
     if layout == "striped" and not {*mixers} <= {"attention"}:
         raise ValueError(
@@ -101,12 +103,13 @@ def check_states(config: Config) -> None:
 
 def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
     """Raises ValueError if the decay does not fit into the run, or has no effect under the schedule."""
-    decay, length = optimizer.decay_steps, steps - warmup_of(steps, optimizer)
+    decay, steps_after_warmup = optimizer.decay_steps, steps - warmup_of(steps, optimizer)
     if decay is not None and optimizer.schedule != "wsd":
-        raise ValueError(f"--optimizer.decay-steps {decay}: of --optimizer.schedule wsd, not {optimizer.schedule}")
-    if decay is not None and not 1 <= decay <= length:
+        raise ValueError(f"--optimizer.decay-steps {decay}: for --optimizer.schedule wsd, not {optimizer.schedule}")
+    if decay is not None and not 1 <= decay <= steps_after_warmup:
         raise ValueError(
-            f"--optimizer.decay-steps {decay}: must lie in 1..{length}, what the warm-up leaves of {steps}"
+            f"--optimizer.decay-steps {decay}: must lie in 1..{steps_after_warmup}, the steps after the warm-up; the "
+            f"run has {steps}"
         )
     if optimizer.schedule != "constant" and optimizer.min_lr > optimizer.lr:
         raise ValueError(f"--optimizer.min-lr {optimizer.min_lr}: must be at most --optimizer.lr {optimizer.lr}")

@@ -19,6 +19,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 
 WORDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+"""Words for pydantic's limits, in error messages."""
 
 
 def check_limits(config: Any, prefix: str = "") -> None:
@@ -54,8 +55,9 @@ def annotations_of(kind: type[Any]) -> dict[str, Any]:
 
 
 def requirement(annotation: Any, error: ValidationError) -> str:
-    """Returns the field's limits in words, or pydantic's message where another rule is broken."""
+    """Returns the field's limits in words, or pydantic's message for an error that limits do not explain."""
     detail = error.errors()[0]
+    # The limits are in the metadata of `Annotated`; in `CountOrNone` that is a member of the union.
     metadata = [
         item
         for annotation_part in (annotation, *get_args(annotation))
@@ -63,7 +65,7 @@ def requirement(annotation: Any, error: ValidationError) -> str:
     ]
     limits = [limit for info in metadata if isinstance(info, FieldInfo) for limit in info.metadata]
     bounds = {word: getattr(limit, name) for limit in limits for name, word in WORDS.items() if hasattr(limit, name)}
-    if not bounds or detail["type"].endswith("_type"):
+    if not bounds or detail["type"].endswith("_type"):  # a value of the wrong type
         return detail["msg"]
     if detail["type"] == "less_than_equal" and bounds["at most"] == LARGEST:
         return "must be at most 2^63 - 1"

@@ -1,4 +1,4 @@
-"""Returns the sizes of the configured model, from its fields or its pretrained folder, and checks that these agree."""
+"""The sizes of the configured model: from its fields, or from a pretrained folder, with which set fields must agree."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ SIZES = (
     "mixers",
 )
 """Fields that a pretrained folder sets, besides `vocab_size`."""
-OF_GPT = ("family", "dim", "layers", "heads", "vocab_size", "pretrained")
-"""Fields of a GPT; the others are LLaMA's alone."""
+GPT_FIELDS = ("family", "dim", "layers", "heads", "vocab_size", "pretrained")
+"""Fields that a GPT has; only a LLaMA has the others."""
 ROPE_THETA = 10_000.0
 
 
@@ -39,12 +39,12 @@ def model_config(config: ModelConfig, vocab_size: int, length: int) -> LlamaConf
     """Returns the sizes of the configured model.
 
     Args:
-        vocab_size: V, unless a pretrained folder has its own.
-        length: N, tokens of a row; a GPT learns as many positions.
+        vocab_size: V; ignored if a pretrained folder states its own.
+        length: N, tokens of a row; a GPT gets this number of learned positions.
 
     Raises:
-        ValueError: invalid sizes, or fields that the family does not have; a pretrained folder that is unreadable, or
-            of another model.
+        ValueError: invalid sizes, fields that the family does not have, or a pretrained folder that is unreadable or
+            has other sizes than the fields.
     """
     if config.pretrained is not None:
         return from_folder(config, length)
@@ -86,7 +86,7 @@ def state_config(config: ModelConfig) -> StateConfig | None:
 
 
 def from_folder(config: ModelConfig, length: int) -> LlamaConfig | GPTConfig:
-    """Returns the sizes in the pretrained folder, with the configured RoPE."""
+    """Returns the sizes in the pretrained folder, with RoPE as configured."""
     sizes = pretrained_config(config.pretrained or "")
     check_sizes(config, sizes)
     if isinstance(sizes, GPTConfig):
@@ -121,11 +121,11 @@ def check_sizes(config: ModelConfig, sizes: LlamaConfig | GPTConfig) -> None:
 
 
 def check_gpt(config: ModelConfig) -> None:
-    """Raises ValueError, with the flag, for fields that only a LLaMA has."""
-    defaults = ModelConfig()
+    """Raises ValueError, with the flag, for fields that are set and only a LLaMA has."""
+    defaults = ModelConfig()  # a field that has its default counts as not set
     for field in fields(config):
         value = getattr(config, field.name)
-        if field.name not in OF_GPT and value != getattr(defaults, field.name):
+        if field.name not in GPT_FIELDS and value != getattr(defaults, field.name):
             raise ValueError(
                 f"--model.{flag(field.name)} {value}: a GPT has none; leave it out, or use --model.family llama"
             )

@@ -1,4 +1,4 @@
-"""Nested dataclasses of settings: read from TOML or JSON files, compared, and named by their flags."""
+"""Settings in nested dataclasses: updates from TOML or JSON files, comparison, and the flags of fields."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def overlay_settings(
     """Returns the configuration, updated with the settings of the file `source`. Keys may have dashes or underscores.
 
     Args:
-        new_names: keys of earlier versions; a file that has one is refused with the new name.
+        new_names: names of this version by keys of earlier versions. A file with such a key is refused.
 
     Raises:
         ValueError: an unknown key, with the nearest valid one, or a value of the wrong kind; names the file.
@@ -59,7 +59,7 @@ def overlay_settings(
 def overlay_section(
     config: Settings, settings: Mapping[str, Any], source: str, valid_keys: Mapping[str, str], prefix: str
 ) -> Settings:
-    """Returns a section, updated with its settings. `prefix` is the prefix of its keys, such as "model."."""
+    """Returns a section updated with `settings`. `prefix` is the section's prefix of keys, such as "model."."""
     annotations, changes = get_type_hints(type(config), include_extras=True), dict[str, Any]()
     for key, value in settings.items():
         name = key.replace("-", "_")  # a file may spell keys as flags do
@@ -100,7 +100,8 @@ def convert(value: object, annotation: Any, key: str) -> Any:
     if value in ("none", "None") and accepts(adapter, None) and not accepts(adapter, "none"):
         return None
     try:
-        # Strict validation of JSON takes lists for tuples and texts for paths, which that of Python values refuses.
+        # Through JSON: strict validation of JSON accepts a list for a tuple and a text for a path; that of Python
+        # values refuses both.
         return adapter.validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         # A text such as "64k" is a number only where the field's type refuses texts, so it is tried second.
@@ -142,9 +143,9 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def by_flag(config: object) -> dict[str, Any]:
-    """Returns all fields by their flags, to compare ranks.
+    """Returns the values of all fields by flag, to compare the configurations of ranks.
 
-    Values of paths are left out, because hosts may mount the same folder in different places.
+    A path counts as equal to any other, because hosts may mount the same folder in different places.
     """
 
     def has_path(value: Any) -> bool:
@@ -168,12 +169,12 @@ def align_columns(changes: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 def flag(name: str) -> str:
-    """Returns a field's name as on the command line."""
+    """Returns a field's name as on the command line, without the leading dashes."""
     return name.replace("_", "-")
 
 
 def flag_text(value: object) -> str:
-    """Returns a value as on the command line."""
+    """Returns a value as it is written on the command line."""
     if isinstance(value, tuple):
         return " ".join(str(item) for item in value) or "none"
     return "none" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Mesh, shards and shapes of a run, without running it. Memory and time are armillary-plan's.
+"""Mesh, shards and shapes of a run, without running it. For memory and time see armillary-plan.
 
 predict.py   the sharded model on the meta device
 shapes.py    shapes on a rank

@@ -16,20 +16,20 @@ from armillary.train.config import Config
 from armillary.train.config.check import check
 from armillary.train.config.model_sizes import model_config
 from armillary.train.cuda_setup import CudaSetup, cuda_setup
-from armillary.train.dry_run.shapes import Parameter, largest_of, shapes_of
+from armillary.train.dry_run.shapes import Parameter, largest_parameters, micro_batch_shapes
 from armillary.train.kernels import Capability, ChosenKernel, kernels_of
 from armillary.train.parallel import choose_axes, mesh_axes
 from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.runtime.fake_world import fake_world
-from armillary.train.tasks import task_tokens
+from armillary.train.tasks import task_vocabulary
 
 MOST_RANKS = 2**14
-"""Largest number of ranks: the work of a dry run grows with it."""
+"""Maximum number of ranks of a dry run, whose time grows with that number."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Sizes of a run, on rank 0.
+    """Sizes of a run. "Local" sizes are those of rank 0.
 
     Args:
         axes: ranks on each mesh axis.
@@ -38,7 +38,7 @@ class DryRun:
         parameters: number of parameters of the model.
         local_parameters: number of parameters in rank 0's shards.
         largest: the largest parameters.
-        flops: operations of a step over all ranks.
+        flops: floating-point operations of a step, over all ranks.
         cuda: settings of CUDA and NCCL; None on the CPU.
         kernels: the attention kernel, for each device.
     """
@@ -61,14 +61,14 @@ class DryRun:
 
 
 def dry_run(config: Config, ranks: int | None = None, capability: Capability | None = None) -> DryRun:
-    """Returns shards and shapes of a run. Needs no process group, no GPU and, with `vocab_size` set, no data.
+    """Returns shards and shapes of a run. Starts its own fake process group; needs no GPU.
 
     Args:
         ranks: by default torchrun's, else the product of the axes.
-        capability: compute capability of their accelerators; by default this machine's, or one of each family.
+        capability: compute capability of the ranks' GPUs; by default as in `kernels_of`.
 
     Raises:
-        ValueError: a configuration that cannot be trained on this number of ranks.
+        ValueError: the configuration cannot be trained on this number of ranks.
     """
     check(config)
     axes = axes_of(config, ranks)
@@ -82,10 +82,10 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
         axes=axes,
         model=model.config,
         precision=str(dtype).removeprefix("torch."),
-        shapes=shapes_of(config, axes, model.config, attention),
+        shapes=micro_batch_shapes(config, axes, model.config, attention),
         parameters=model.config.parameters(),
         local_parameters=sum(compat.local_part(parameter).numel() for parameter in model.parameters()),
-        largest=largest_of(model),
+        largest=largest_parameters(model),
         tokens_per_step=tokens,
         flops=tokens * model.config.flops_per_token(config.data.sequence_length),
         cuda=None if config.train.device == "cpu" else cuda_setup(config, axes["ring"]),
@@ -94,7 +94,7 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
 
 
 def precision_of(config: Config) -> torch.dtype:
-    """Returns the precision on GPUs, unless the run is configured for the CPU."""
+    """Returns the dtype of forward and backward on GPUs, or on the CPU if the run is configured for the CPU."""
     return precision(config, torch.device("cpu" if config.train.device == "cpu" else "cuda"))
 
 
@@ -110,9 +110,10 @@ def axes_of(config: Config, ranks: int | None) -> dict[str, int]:
 
 
 def vocabulary(config: Config) -> int:
-    """Returns V. Opens the data only if they are configured, or if V is not in a flag or folder."""
-    size = config.model.vocab_size if config.model.pretrained is None else 1  # the folder has its own
+    """Returns V. Opens the data only if their paths are configured, or if neither a flag nor a folder sets V."""
+    # A pretrained folder has its own V, and `model_config` ignores this number.
+    size = config.model.vocab_size if config.model.pretrained is None else 1
     if size is not None and not config.data.path:
         return size
     stores = open_stores(config.data, config.model.pretrained)
-    return vocabulary_size(stores, config.model, task_tokens(config.data))
+    return vocabulary_size(stores, config.model, task_vocabulary(config.data))

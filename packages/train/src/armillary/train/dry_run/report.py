@@ -41,7 +41,7 @@ def show(result: DryRun, location: str = "") -> None:
     """Prints model and mesh, shapes of a step, parameters, and attention's kernel.
 
     Args:
-        where: text after the precision that names the machines.
+        location: text after the precision, such as ", on 8xh100".
     """
     family = "GPT" if isinstance(result.model, GPTConfig) else "LLaMA"
     axes = " x ".join(f"{name} {size}" for name, size in result.axes.items())
@@ -49,7 +49,7 @@ def show(result: DryRun, location: str = "") -> None:
     print(f"mesh: {axes} = {result.ranks} {'rank' if result.ranks == 1 else 'ranks'}\n")
     print_table(STEP, ([name, shape_text(shape)] for name, shape in result.shapes.items()))
     print()
-    print_table(PARAMETERS, parameters(result))
+    print_table(PARAMETERS, parameter_rows(result))
     print("", *map(kernel_line, result.kernels), "", sep="\n")
 
 
@@ -74,7 +74,8 @@ PARAMETERS = (
 )
 
 
-def parameters(result: DryRun) -> Iterator[list[str]]:
+def parameter_rows(result: DryRun) -> Iterator[list[str]]:
+    """Yields the rows of the table of parameters: the largest ones, an empty row, and the total."""
     for parameter in result.largest:
         yield [parameter.name, str(parameter.count), shape_text(parameter.shape), shape_text(parameter.local)]
     yield []
@@ -82,7 +83,7 @@ def parameters(result: DryRun) -> Iterator[list[str]]:
 
 
 def kernel_line(kernel: ChosenKernel) -> str:
-    """Returns a line with the kernel on a device, and why others were rejected."""
+    """Returns a line with the kernel on a device, and the reasons against others."""
     reasons = "; ".join(f"{name}: {reason}" for name, reason in kernel.rejected.items())
     reasons_text = f" (not {reasons})" if reasons else ""
     return f"attention kernel on {kernel.device}: {kernel.name or 'none'}{reasons_text}"

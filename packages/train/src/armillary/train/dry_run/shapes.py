@@ -14,13 +14,19 @@ from armillary.core import compat
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.train.config import Config
 
-LARGEST = 6
-"""Number of parameters to show."""
+SHOWN_PARAMETERS = 6
+"""Number of parameters in the table of the largest."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, or one of equal shape in each of `count` blocks, with * for the block's number in its name."""
+    """A parameter, or `count` parameters of equal name and shape in as many blocks.
+
+    Args:
+        name: name in the model, with * instead of the block's number.
+        shape: shape of the whole parameter.
+        local: shape of rank 0's shard.
+    """
 
     name: str
     count: int
@@ -28,11 +34,11 @@ class Parameter:
     local: tuple[int, ...]
 
 
-def shapes_of(
+def micro_batch_shapes(
     config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, attention: Method
 ) -> dict[str, tuple[int, ...]]:
-    """Tensors of a micro-batch, and the queries and keys of one attention kernel call."""
-    rows, tp, ranks = config.rows_per_batch, axes["tp"], axes["ulysses"]
+    """Returns the shapes of a micro-batch's tensors on rank 0, and of q and k of one attention kernel call."""
+    rows, tp, ulysses = config.rows_per_batch, axes["tp"], axes["ulysses"]
     tokens = attention.layout(config.data.sequence_length).sizes[attention.shard]
     shapes = {
         "tokens": (rows, tokens),
@@ -40,18 +46,19 @@ def shapes_of(
         "queries": (rows, tokens, model.heads // tp, model.head_dim),
         "keys, values": (rows, tokens, model.kv_heads // tp, model.head_dim),
     }
-    if tp == 1 and ranks > 1:
-        stage = head_stages(model.heads, model.kv_heads, ranks, getattr(attention, "heads_per_stage", None))
-        shapes["queries in attention"] = (rows, tokens * ranks, stage.queries, model.head_dim)
-        shapes["keys in attention"] = (rows, tokens * ranks, stage.keys, model.head_dim)
+    # Ulysses and UPipe attend with more tokens and fewer heads. `head_stages` knows no tensor parallelism.
+    if tp == 1 and ulysses > 1:
+        stage = head_stages(model.heads, model.kv_heads, ulysses, getattr(attention, "heads_per_stage", None))
+        shapes["queries in attention"] = (rows, tokens * ulysses, stage.queries, model.head_dim)
+        shapes["keys in attention"] = (rows, tokens * ulysses, stage.keys, model.head_dim)
     return shapes
 
 
-def largest_of(model: Llama | GPT) -> list[Parameter]:
-    """Returns the largest parameters; the same one of all blocks is one entry."""
+def largest_parameters(model: Llama | GPT) -> list[Parameter]:
+    """Returns the largest parameters. One entry stands for the same parameter in all blocks."""
     counts = Counter(
         (re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), tuple(compat.local_part(parameter).shape))
         for name, parameter in model.named_parameters()
     )
     entries = [Parameter(name, count, shape, local) for (name, shape, local), count in counts.items()]
-    return sorted(entries, key=lambda p: -p.count * prod(p.shape))[:LARGEST]
+    return sorted(entries, key=lambda p: -p.count * prod(p.shape))[:SHOWN_PARAMETERS]

@@ -2,4 +2,4 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from armillary.train.generate.cli import main
 
-record(main)()  # an error goes where torchrun looks for the cause of a failure
+record(main)()  # writes an error to the file in which torchrun looks for the root cause of a failure

@@ -24,7 +24,13 @@ from armillary.train.runtime.health.ranks import Ranks
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and the tokens after it, up to a stop token. `text` is None without a tokenizer."""
+    """A prompt and its generated continuation.
+
+    Args:
+        prompt_ids: token ids of the prompt.
+        ids: generated token ids, without the stop token.
+        text: text of `ids`; None without a tokenizer.
+    """
 
     prompt: str
     prompt_ids: list[int]
@@ -33,16 +39,16 @@ class Continuation:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of `armillary-generate`. Exits with 2 and one line on invalid input."""
+    """Entry point of `armillary-generate`. Prints one line and exits with 2 on invalid input."""
     with exit_on_error(PROGRAM):
         run(read_generate(sys.argv[1:] if argv is None else argv))
 
 
 def run(options: Generate) -> list[Continuation]:
-    """Continues all prompts; rank 0 prints. Every rank must call it, within a process group or without one.
+    """Continues all prompts; rank 0 prints them. Every rank must call it. Starts a process group if there is none.
 
     Raises:
-        ValueError: no such model, no tokenizer, an invalid prompt, or more tokens than the model has positions.
+        ValueError: no model or tokenizer is found, a prompt is invalid, or the model has too few positions.
     """
     # 1. Model folder and tokenizer.
     source = find_source(options.source, options.step)
@@ -58,13 +64,13 @@ def run(options: Generate) -> list[Continuation]:
     with Bar("loading", quiet=options.json or ranks.rank > 0):
         model, step = load_model(options, source, device, ranks)
     # 3. All prompts are checked before the first one is continued.
-    rows = [encode(prompt, tokenizer, model.config.vocab_size) for prompt in prompts]
-    check_positions(model, rows, options.tokens)
+    prompt_ids = [encode(prompt, tokenizer, model.config.vocab_size) for prompt in prompts]
+    check_positions(model, max(map(len, prompt_ids)), options.tokens)
     stops = stops_of(source, tokenizer) if options.stop else []
     print_text = ranks.rank == 0 and not options.json
     continuations = [
-        continue_prompt(model, prompt, row, options, tokenizer, stops, print_text)
-        for prompt, row in zip(prompts, rows, strict=True)
+        continue_prompt(model, prompt, ids, options, tokenizer, stops, print_text)
+        for prompt, ids in zip(prompts, prompt_ids, strict=True)
     ]
     if options.json and ranks.rank == 0:
         report = {"source": str(options.source), "step": step, "prompts": [asdict(item) for item in continuations]}
@@ -79,7 +85,7 @@ def encode(prompt: str, tokenizer: TwoWayTokenizer | None, vocabulary: int) -> l
     """Returns the token ids of a prompt. Without a tokenizer the prompt lists the ids themselves.
 
     Raises:
-        ValueError: no numbers, no tokens, or tokens outside the model's vocabulary.
+        ValueError: the prompt has no tokens, tokens outside the model's vocabulary, or words that are not ids.
     """
     if tokenizer is not None:
         tokens = tokenizer.encode(prompt).tolist()
@@ -97,9 +103,9 @@ def encode(prompt: str, tokenizer: TwoWayTokenizer | None, vocabulary: int) -> l
     return tokens
 
 
-def check_positions(model: Llama | GPT, rows: Sequence[Sequence[int]], tokens: int) -> None:
-    """Raises ValueError if a GPT has too few positions for any prompt, before the first one is continued."""
-    longest, max_positions = max(map(len, rows)), model.config.max_positions
+def check_positions(model: Llama | GPT, longest: int, tokens: int) -> None:
+    """Raises ValueError if a GPT has too few learned positions for the longest prompt and `tokens` new tokens."""
+    max_positions = model.config.max_positions
     if isinstance(model, GPT) and longest + tokens > max_positions:
         raise ValueError(
             f"a prompt of {longest:,} tokens and --tokens {tokens:,}, but the model has learned {max_positions:,} "
@@ -110,13 +116,19 @@ def check_positions(model: Llama | GPT, rows: Sequence[Sequence[int]], tokens: i
 def continue_prompt(
     model: Llama | GPT,
     prompt: str,
-    row: list[int],
+    prompt_ids: list[int],
     options: Generate,
     tokenizer: TwoWayTokenizer | None,
     stops: Sequence[int],
     print_text: bool,
 ) -> Continuation:
-    """Generates the tokens after a prompt, the same on every rank; prints each at once if `print_text`."""
+    """Generates the continuation of a prompt, the same on every rank.
+
+    Args:
+        prompt_ids: token ids of the prompt.
+        stops: token ids that end the continuation.
+        print_text: True: print the prompt, and each token as soon as it is generated.
+    """
 
     def write(text: str) -> None:
         if print_text:
@@ -124,7 +136,7 @@ def continue_prompt(
 
     tokens = stream(
         model,
-        torch.tensor([row], device=next(model.parameters()).device),
+        torch.tensor([prompt_ids], device=next(model.parameters()).device),
         new_tokens=options.tokens,
         temperature=options.temperature,
         top_k=options.top_k,
@@ -141,4 +153,4 @@ def continue_prompt(
         streamer.put(token)
     streamer.end()
     write("\n")
-    return Continuation(prompt, row, ids, None if tokenizer is None else streamer.text)
+    return Continuation(prompt, prompt_ids, ids, None if tokenizer is None else streamer.text)

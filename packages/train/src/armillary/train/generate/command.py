@@ -21,26 +21,26 @@ PROGRAM = "armillary-generate"
 
 @dataclass(frozen=True)
 class Generate:
-    """Continues prompts with a model that was trained here, or one of a Hugging Face folder.
+    """Continues prompts with a model that armillary-train has trained, or with a model in a Hugging Face folder.
 
     Four ways to start:
       # the newest checkpoint of a run, by greedy decoding
       armillary-generate outputs --prompt "def main("
-      # several prompts, drawn at random
+      # several prompts, with tokens drawn at random
       armillary-generate outputs --prompt "import " "class " --tokens 1k --temperature 0.8 --top-p 0.95
       # a Hugging Face folder, and a prompt from a file or a pipe (-)
       armillary-generate path/to/folder --prompt-file book.txt
       # a prompt longer than one device holds: each rank has its share of it, and of the weights
       torchrun --nproc-per-node 4 -m armillary.train.generate outputs --prompt-file book.txt --parallel.ring 4
 
-    Each rank reads its own part of the weights; rank 0 prints. Greedy decoding gives the same tokens on any number
-    of ranks. Text is printed as it is generated; prompts are continued one after the other.
+    Each rank reads only its shards of the weights; rank 0 prints. Greedy decoding gives the same tokens on any number
+    of ranks. Text is printed as it is generated. Prompts are continued one after the other.
     """
 
     source: Annotated[Path, tyro.conf.Positional]
     """Output folder of a run, one of its checkpoints (step-N), or a Hugging Face folder."""
     prompt: tuple[str, ...] = ()
-    """Texts to continue; with --ids numbers of tokens, as "5 17 9"."""
+    """Texts to continue; with --ids token ids, such as "5 17 9"."""
     prompt_file: Path | None = None
     """File with one more prompt; - is standard input."""
     tokens: Count = 200
@@ -58,11 +58,11 @@ class Generate:
     tokenizer: str | None = None
     """tokenizer.json, a folder with one, or "bytes"; by default the tokenizer of the run or the folder."""
     begin_of_document: str | None = None
-    """Name of a token in front of each prompt; by default as the tokenizer's store was prepared."""
+    """Name of a token in front of each prompt; by default that of the store, or the tokenizer's own."""
     ids: bool = False
     """Read prompts and print completions as token ids."""
     stop: bool = True
-    """End at the tokenizer's end of document."""
+    """End at the tokenizer's end-of-document token."""
     json: bool = False
     """Print JSON at the end."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -73,7 +73,7 @@ class Generate:
 
     @property
     def train(self) -> TrainConfig:
-        """Device and precision as the trainer's configuration."""
+        """Device and precision, as a section of the trainer's configuration."""
         return TrainConfig(device=self.device, precision=self.precision)
 
 
@@ -85,23 +85,25 @@ def read_generate(argv: Sequence[str]) -> Generate:
     """
     options = parse(argv, Generate, PROGRAM)
     check_limits(options)
-    Sampling(options.temperature, options.top_k, options.top_p)
+    Sampling(options.temperature, options.top_k, options.top_p)  # raises for values out of range
     if options.parallel.replicate > 1:
         raise ValueError(
             f"--parallel.replicate {options.parallel.replicate}: all ranks continue the same prompt, and copies of the "
             "model would do the same; use ring, ulysses, shard or tp"
         )
-    named_method(options.parallel.attention)
+    named_method(options.parallel.attention)  # raises for an unknown name
     if not options.prompt and options.prompt_file is None:
         raise ValueError('no prompt: give --prompt "...", or --prompt-file FILE (- for standard input)')
     return options
 
 
 def prompts_of(options: Generate) -> list[str]:
-    """Returns all prompts; a file's without its last line break. For rank 0, which alone has standard input.
+    """Returns all prompts. Call it on rank 0, the only rank with standard input.
+
+    The prompt in a file ends before the file's last line break.
 
     Raises:
-        ValueError: a file that cannot be read, or an empty prompt.
+        ValueError: the file cannot be read, or a prompt is empty.
     """
     prompts, path = list(options.prompt), options.prompt_file
     if path is not None:

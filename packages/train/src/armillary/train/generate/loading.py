@@ -1,4 +1,4 @@
-"""The model on its mesh, each rank with its own part of the weights."""
+"""Loads the model, sharded over the mesh of all ranks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from armillary.train.parallel import choose_axes, mesh_axes
 from armillary.train.runtime.health.ranks import Ranks, convert_dcp_errors
 
 TIMEOUT = timedelta(minutes=30)
+"""Time-out of collectives: long enough for the slowest rank to read its weights."""
 
 
 def load_model(
     options: Generate, source: ModelSource, device: torch.device, ranks: Ranks
 ) -> tuple[Llama | GPT, int | None]:
-    """Returns the model with its weights, and the step of its checkpoint. Collective.
+    """Returns the model with its weights, and the step of its checkpoint (None for a Hugging Face folder). Collective.
 
     Raises:
-        ValueError: no intact checkpoint, or weights or a mesh that do not fit the model; on every rank.
+        ValueError: no checkpoint is intact, or weights or mesh do not fit the model; on every rank.
     """
     if source.checkpoints is None:
-        weight_map(source.folder)  # before memory is allocated for sizes that only config.json states
+        weight_map(source.folder)  # raises for a folder without weights, before memory is allocated for them
         model = empty_model(options, pretrained_config(source.folder), device)
-        ranks.agree(lambda: load_pretrained(model, source.folder))
+        ranks.on_all(lambda: load_pretrained(model, source.folder))
         return model, None
     step = intact_step(source.checkpoints, source.step, ranks)
     path = source.checkpoints.path_of(step)
@@ -51,7 +52,11 @@ def load_model(
 
 
 def intact_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int:
-    """Returns the step, checked, or the newest intact one. Collective."""
+    """Returns `step` if its checkpoint is intact, or by default the step of the newest intact one. Collective.
+
+    Raises:
+        ValueError: the checkpoint of `step` is damaged, or no checkpoint is intact.
+    """
     if step is not None:
         if (fault := find_fault(folder, step, ranks)) is not None:
             raise ValueError(f"{folder.path_of(step)}: {fault}; give another --step")
@@ -65,14 +70,15 @@ def intact_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int
 
 
 def empty_model(options: Generate, sizes: LlamaConfig | GPTConfig, device: torch.device) -> Llama | GPT:
-    """Returns the model on the mesh of all ranks, its weights allocated and not filled.
+    """Returns the model sharded over the mesh of all ranks, with weights that are allocated but not filled.
 
     Raises:
-        ValueError: axes that do not multiply to the ranks, or that model or method do not fit.
+        ValueError: the product of the axes is not the number of ranks, or model or method do not fit the axes.
     """
-    keys = sizes.heads if isinstance(sizes, GPTConfig) else sizes.kv_heads
-    heads = ModelConfig(dim=sizes.heads, heads=sizes.heads, kv_heads=keys)  # the fields that `choose_axes` reads
-    config = Config(model=heads, parallel=options.parallel, train=options.train)
+    kv_heads = sizes.heads if isinstance(sizes, GPTConfig) else sizes.kv_heads
+    # `choose_axes` reads only the numbers of heads; `dim` must be a multiple of them.
+    head_counts = ModelConfig(dim=sizes.heads, heads=sizes.heads, kv_heads=kv_heads)
+    config = Config(model=head_counts, parallel=options.parallel, train=options.train)
     axes = mesh_axes(config, choose_axes(config, world_size()))
     mesh = build_mesh(device.type, **axes, timeout=TIMEOUT, high_priority=())
     model, _ = shard_model(sizes, config, mesh, precision(config, device))

@@ -20,7 +20,7 @@ class ModelSource:
     Args:
         folder: a Hugging Face folder, or the output folder of a run.
         checkpoints: checkpoints of a run; None for a Hugging Face folder.
-        step: step of the checkpoint; None: the newest.
+        step: step of the checkpoint; None: the newest intact one.
     """
 
     folder: Path
@@ -32,7 +32,7 @@ def find_source(path: Path, step: int | None) -> ModelSource:
     """Returns the model source at `path`.
 
     Raises:
-        ValueError: no such folder, step, checkpoint or Hugging Face config; says which.
+        ValueError: there is no such folder or step, or the folder has neither a checkpoint nor a Hugging Face config.
     """
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such folder; give the output folder of a run, or a Hugging Face folder")
@@ -40,6 +40,7 @@ def find_source(path: Path, step: int | None) -> ModelSource:
     if step_name and (path / "manifest.json").exists():
         if step not in (None, int(step_name[1])):
             raise ValueError(f"--step {step}: {path} is step {step_name[1]}; give the run's output folder")
+        # The path is OUTPUT/checkpoint/step-N.
         return ModelSource(path.resolve().parent.parent, CheckpointFolder(path.parent), int(step_name[1]))
     if (path / "checkpoint").is_dir():
         return ModelSource(path, check_steps(CheckpointFolder(path / "checkpoint"), step), step)
@@ -64,10 +65,14 @@ def check_steps(folder: CheckpointFolder, step: int | None) -> CheckpointFolder:
 
 
 def find_tokenizer(source: ModelSource, name: str | None, begin: str | None) -> TwoWayTokenizer | None:
-    """Returns the tokenizer `name`, else the tokenizer of the run's data or of the folder; None without one.
+    """Returns the tokenizer `name`, by default that of the run's data or of the Hugging Face folder; None without one.
+
+    Args:
+        name: tokenizer.json, a folder with one, or "bytes".
+        begin: name of a token in front of each prompt; None: as the tokenizer's files say.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the tokenizer cannot be read.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -79,7 +84,9 @@ def find_tokenizer(source: ModelSource, name: str | None, begin: str | None) -> 
 
 
 def tokenizer_of_run(folder: Path, begin: str | None) -> TwoWayTokenizer | None:
-    """Returns the tokenizer of a run's pretrained folder, or of its data: the store's, or bytes for plain text.
+    """Returns the tokenizer of a run's pretrained folder, else of its data: that of the store, or bytes for plain text.
+
+    None if the run trained on a synthetic task, or has no config.json, or its pretrained folder has no tokenizer.
 
     Raises:
         ValueError: the tokenizer or the run's config.json cannot be read.
@@ -100,7 +107,7 @@ def tokenizer_of_run(folder: Path, begin: str | None) -> TwoWayTokenizer | None:
 
 
 def stops_of(source: ModelSource, tokenizer: TwoWayTokenizer | None) -> list[int]:
-    """Returns the tokens that end a text: from a Hugging Face folder, else the tokenizer's end of document."""
+    """Returns the ids of tokens that end a text: from the Hugging Face folder, else the tokenizer's end of document."""
     if source.checkpoints is None and (ends := ends_of_text(source.folder)) is not None:
         return ends
     return [] if tokenizer is None else [tokenizer.end_of_document]

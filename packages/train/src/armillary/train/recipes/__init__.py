@@ -1,7 +1,7 @@
 """Complete configurations. Each is a function that returns a `Config`, to be changed with `replace`.
 
-Memory is as the planner finds it (`armillary-train --recipe NAME --dry-run`); no recipe for GPUs has run on its
-machine yet. Where a recipe names no data, it reads the text of this Python installation: give `--data.path`.
+Memory is as `armillary-plan run --recipe NAME` predicts it; no recipe for GPUs has run on its machine yet. A recipe
+that names no data trains on the sources of this Python installation: give `--data.path`.
 """
 
 from armillary.train.recipes.debug import debug

@@ -17,7 +17,7 @@ def gpt_wallfacer_7b() -> Config:
 
 
 def wallfacer(layers: int, heads: int) -> Config:
-    """Returns the configuration of both, which keeps attention's results and recomputes the rest of a block."""
+    """Returns the configuration of both GPTs. Backward recomputes everything in a block except attention."""
     return Config(
         model=ModelConfig(family="gpt", dim=4096, layers=layers, heads=heads, vocab_size=50_257),
         parallel=ParallelConfig(ring=8, ulysses=1, attention="wallfacer"),

@@ -1,4 +1,4 @@
-"""A hybrid on a task of recall."""
+"""A hybrid model on the recall task."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from armillary.train.config import (
 def hybrid() -> Config:
     """Gated DeltaNet, Mamba-2 and attention in turn, on associative recall: CPU ranks, two minutes, 99% recalled."""
     return Config(
-        # RoPE of few, fast frequencies: a head that looks one token back is soon learned.
+        # Recall needs a head that looks one token back. With a small base all frequencies of RoPE are fast, so that
+        # such a head is learned early.
         model=ModelConfig(
             dim=64,
             layers=3,

@@ -29,7 +29,7 @@ LLAMA3_70B = ModelConfig(
 
 
 def llama3_8b_128k() -> Config:
-    """LLaMA-3.1-8B at 131,072 tokens on 8 x H100 80 GB: Ulysses, a head of keys to a rank.
+    """LLaMA-3.1-8B at 131,072 tokens on 8 x H100 80 GB: Ulysses, with one key head per rank.
 
     A step is a million tokens: 8 rows, one after the other. Backward recomputes only the MLP: 42 of 74 GiB a device,
     nothing on the host.
@@ -109,7 +109,12 @@ def long_run(
     cpu_offload: bool = False,
     timeout_minutes: float = 60.0,
 ) -> Config:
-    """Returns a run of a thousand steps with a short warm-up, as these recipes have it."""
+    """Returns a run of a thousand steps with a short warm-up.
+
+    Args:
+        length: N, tokens of a row.
+        rows: rows of a global batch.
+    """
     return Config(
         model=model,
         parallel=parallel,

@@ -1,1 +1,1 @@
-"""Logging: lines and the progress bar, metrics.jsonl, experiment trackers, traces and pictures."""
+"""Logging: log lines and the progress bar, metrics.jsonl, experiment trackers, and plots of the loss."""

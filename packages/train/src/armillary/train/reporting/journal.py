@@ -1,4 +1,4 @@
-"""metrics.jsonl: every step, validation and event of a run as a line of JSON, across restarts."""
+"""metrics.jsonl: every step, validation and event of a run, one line of JSON each, across restarts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from armillary.core.files import parse_json
 from armillary.train.reporting.metrics import StepMetrics
 
 BUFFER = 1 << 20
-"""Bytes of lines that are buffered while the disk is full."""
+"""Size of the file's buffer in bytes, which keeps lines while the disk is full."""
 
 
 class Journal:
-    """Writes the file. Numbers that are not finite become null, and "bad" is true in their line.
+    """Writes the file. A number that is not finite becomes null, and its line has "bad": true.
 
     Args:
-        fence: called before each change; raises if another run has taken the folder.
+        fence: called before each change of the file; raises if another run has taken the folder.
     """
 
     def __init__(self, path: Path, fence: Callable[[], None] = lambda: None) -> None:
@@ -51,28 +51,28 @@ class Journal:
         self._fence()
         if self._file is None:
             self._file = self.path.open("ab", buffering=BUFFER)
-        finite = replace_nonfinite(record)
-        marked_record = finite if finite == record else finite | {"bad": True}
+        finite_record = replace_nonfinite(record)
+        marked_record = finite_record if finite_record == record else finite_record | {"bad": True}
         self._file.write(json.dumps(marked_record | {"time": time.time()}, allow_nan=False).encode() + b"\n")
-        # Raises on a full disk, and keeps the lines: the first flush that succeeds writes them too.
+        # On a full disk this raises and keeps the lines in the buffer; the next flush that succeeds writes them.
         self._file.flush()
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """Returns a record with null for numbers that JSON cannot express."""
+    """Returns a record with None for each number that JSON cannot express: NaN and infinities."""
     if isinstance(value, dict):
         return {key: replace_nonfinite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def cut(path: Path, step: int) -> None:
-    """Truncates records of steps after `step`, and an incomplete last line.
+    """Removes the records of steps after `step`, and an incomplete last line.
 
-    These records are at the end of the file, because every run cuts it before it appends. So a truncation suffices,
+    These are at the end of the file, because every run calls this before it appends. So truncating the file suffices,
     which works on a full disk too.
 
     Raises:
-        OSError: the file is there and cannot be read or changed.
+        OSError: the file exists and cannot be read or changed.
     """
     if not path.exists():
         return
@@ -87,10 +87,10 @@ def cut(path: Path, step: int) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the records of a file, oldest first; skips other lines.
+    """Yields the records of a file, oldest first; skips lines that are no record.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         for line in file:
@@ -100,7 +100,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Returns the record on a line, or None if the line is incomplete."""
+    """Returns the record on a line; None if the line is not complete JSON with a step."""
     try:
         record = parse_json(line)
     except ValueError:

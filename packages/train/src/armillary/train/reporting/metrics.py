@@ -15,10 +15,17 @@ from armillary.train.step import StepResult
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one step, over all ranks.
+    """Metrics of one step.
 
-    Units: learning rate as is, tokens/s of each device, TFLOP/s of each device, memory in bytes; `seconds` of the step
-    alone, `tokens` since the run's first step, over all ranks.
+    Args:
+        loss: mean loss of the step's labelled tokens over all ranks, in nats.
+        grad_norm: norm of all gradients over all ranks, before clipping.
+        memory: peak memory of this rank so far, in bytes.
+        tokens_per_second: tokens of the step per second and rank.
+        tflops: 10^12 floating-point operations of the model per second and rank.
+        utilisation: MFU, a fraction; None if the device's peak is unknown.
+        seconds: duration of the step, without validation and saving.
+        tokens: tokens trained on since the run's first step, over all ranks and restarts.
     """
 
     step: int
@@ -33,6 +40,7 @@ class StepMetrics:
     tokens: int = 0
 
     def line(self) -> str:
+        """Returns the log line in torchtitan's format."""
         mfu = "-" if self.utilisation is None else f"{self.utilisation:.1%}"
         return (
             f"step: {self.step} loss: {self.loss:.4f} grad_norm: {self.grad_norm:.4f} lr: {self.learning_rate:.2e} "
@@ -42,7 +50,7 @@ class StepMetrics:
 
 
 def average(steps: Sequence[StepMetrics]) -> StepMetrics:
-    """The last of these steps, with rates averaged over all of them."""
+    """Returns the metrics of the last step, with rates averaged over the time of all these steps."""
     last, seconds = steps[-1], sum(step.seconds for step in steps)
 
     def mean(rates: Sequence[float]) -> float:
@@ -59,7 +67,13 @@ def average(steps: Sequence[StepMetrics]) -> StepMetrics:
 
 
 def measure(run: Run, step: int, batches: list[Batch], result: StepResult, seconds: float, tokens: int) -> StepMetrics:
-    """Returns the metrics of a step that took `seconds`, after which the run has seen `tokens`."""
+    """Returns the metrics of a step.
+
+    Args:
+        batches: this rank's micro-batches of the step.
+        seconds: duration of the step.
+        tokens: tokens trained on through this step, over all ranks and restarts.
+    """
     rate = run.tokens_per_step / seconds / dist.get_world_size()
     per_token = [run.model.config.flops_per_token(batch.layout.length, run.mask(batch)) for batch in batches]
     flops = rate * sum(per_token) / len(per_token)

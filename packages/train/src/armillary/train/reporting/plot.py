@@ -14,15 +14,22 @@ from armillary.data.console.picture import picture
 from armillary.train.reporting import journal
 
 WINDOWS = 25
-"""The strong line is a running mean over 1 / this number of a run's steps."""
-DECADE = 10.0
-"""A logarithmic axis is for values that differ by more than this factor."""
+"""The strong line is a running mean over a window of (number of steps) / WINDOWS steps."""
+LOG_RATIO = 10.0
+"""An axis is logarithmic if its values differ by more than this factor."""
 Values = NDArray[np.float64]
 
 
 @dataclass
 class Curves:
-    """The curves in a run's metrics.jsonl; NaN replaces numbers that are not finite."""
+    """The curves in a run's metrics.jsonl. NaN stands for numbers that are not finite.
+
+    Args:
+        name: the run's output folder.
+        steps: x values of `loss`, `grad_norm` and `learning_rate`.
+        validation: validation loss by step.
+        restarts: steps after which the run was resumed.
+    """
 
     name: str
     steps: list[int] = field(default_factory=list[int])
@@ -65,15 +72,19 @@ def plot_runs(folders: Sequence[Path], path: Path) -> Path:
 
 
 def draw_loss(axes: Any, run: Curves, color: str, alone: bool) -> None:
-    """Draws one run's losses: faint per step, strong smoothed, points at validations, lines at restarts."""
+    """Draws a run's losses: faint for each step, strong for the mean, points at validations, lines at restarts.
+
+    Args:
+        alone: True: the only run in the picture, with labels for each kind of line; False: one label for the run.
+    """
     steps, losses = np.array(run.steps), np.array(run.loss, dtype=np.float64)
-    last = run.validation.get(max(run.validation, default=0))
-    label = "" if last is None else f", validation {last:.4f}"
+    last_validation = run.validation.get(max(run.validation, default=0))
+    label = "" if last_validation is None else f", validation {last_validation:.4f}"
     axes.plot(steps, losses, color=color, alpha=0.25, linewidth=0.8, label="each step" if alone else None)
     half = len(losses) // WINDOWS // 2
     name = f"mean of {2 * half + 1} steps around each" if alone else f"{run.name}{label}"
     axes.plot(steps, moving_average(losses, half), color=color, linewidth=1.8, label=name)
-    validation = {"label": f"validation, {last:.4f} in the end"} if alone and run.validation else {}
+    validation = {"label": f"validation, {last_validation:.4f} in the end"} if alone and run.validation else {}
     marker_color = "C1" if alone else color
     axes.plot(list(run.validation), list(run.validation.values()), "o", color=marker_color, markersize=5, **validation)
     for i, step in enumerate(run.restarts):
@@ -84,10 +95,10 @@ def draw_loss(axes: Any, run: Curves, color: str, alone: bool) -> None:
 
 
 def read_curves(folder: Path) -> Curves:
-    """The run in an output folder.
+    """Returns the curves of the run in an output folder.
 
     Raises:
-        ValueError: no metrics.jsonl there, or no step in it.
+        ValueError: the folder has no metrics.jsonl, or the file has no step.
     """
     path = folder / "metrics.jsonl"
     if not path.is_file():
@@ -120,9 +131,10 @@ def _number(value: float | None) -> float:
 
 
 def moving_average(values: Values, half: int) -> Values:
-    """Returns the mean of the finite values in a window of up to `half` values on either side of each.
+    """Returns for each value the mean of the finite values in a window with `half` values on either side.
 
-    Windows of the first values are narrower but symmetric: losses fall fast there, and later ones would lower the mean.
+    At the beginning of a run, where losses fall fast, windows are narrower but symmetric: with more losses after a step
+    than before it, the mean would be too low.
     """
     finite = np.isfinite(values)
     counts = _window_sums(finite.astype(np.float64), half)
@@ -141,5 +153,5 @@ def _window_sums(values: Values, half: int) -> Values:
 def scale(axes: Any, values: Sequence[float]) -> None:
     """Makes the axis logarithmic if these values need it."""
     finite = [value for value in values if np.isfinite(value)]
-    if finite and min(finite) > 0 and max(finite) > DECADE * min(finite):
+    if finite and min(finite) > 0 and max(finite) > LOG_RATIO * min(finite):
         axes.set_yscale("log")

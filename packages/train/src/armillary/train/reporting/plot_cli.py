@@ -32,7 +32,7 @@ class Pictures:
     folders: Annotated[tuple[Path, ...], tyro.conf.Positional]
     """Output folders of runs."""
     output: Path | None = None
-    """The picture; by default loss.png in the folder of a single run, losses.png here for several."""
+    """The picture; by default loss.png in the folder of a single run; for several, losses.png here."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,13 +21,14 @@ from armillary.train.reporting.trackers import TensorBoard, WeightsAndBiases
 from armillary.train.runtime.background import GuardedSink
 
 PRINT_TIMEOUT, CLOSE_TIMEOUT = 5.0, 60.0
-"""Maximum wait, in seconds, for a line to be printed, and for queued reports at the end."""
+"""Maximum seconds to wait for a line to be printed, and for a sink to write its queued reports at the end."""
 
 
 class Reporter:
-    """Passes steps, validations and events of a run to its sinks, on rank 0 alone. Used in a `with` block.
+    """Passes the steps, validations and events of a run to all sinks, on rank 0 alone. Used in a `with` block.
 
-    No error here stops training, or blocks it for longer than `PRINT_TIMEOUT` and `CLOSE_TIMEOUT`.
+    An error of a sink does not stop training. A sink that blocks delays training by at most `PRINT_TIMEOUT` or
+    `CLOSE_TIMEOUT` seconds.
 
     Args:
         fence: raises if another run has taken over the output folder; see `OutputLock`.
@@ -35,11 +36,11 @@ class Reporter:
 
     def __init__(self, config: Config, fence: Callable[[], None] = lambda: None) -> None:
         self.config, self.last_step, self._started = config, 0, False
-        first = dist.get_rank() == 0
+        is_rank_0 = dist.get_rank() == 0
         self._screen = Screen(config.train.steps, config.log.every)
-        self._screens = [GuardedSink(self._screen, complain=_ignore)] if first else []
+        self._screens = [GuardedSink(self._screen, complain=_ignore)] if is_rank_0 else []
         self._sinks = self._screens + [
-            GuardedSink(sink, complain=self._complain) for sink in file_sinks(config, fence) if first
+            GuardedSink(sink, complain=self._complain) for sink in file_sinks(config, fence) if is_rank_0
         ]
 
     def __enter__(self) -> Self:
@@ -50,11 +51,14 @@ class Reporter:
     ) -> None:
         if error is not None:
             self.event("failed", self.last_step, f"{type(error).__name__}: {error}")
-        for sink in reversed(self._sinks):  # the screen last: it prints errors of the others
+        for sink in reversed(self._sinks):  # the screen is closed last, because it prints errors of the other sinks
             sink.close(CLOSE_TIMEOUT)
 
     def on_resume(self, step: int) -> None:
-        """Starts the report: training begins after `step`, 0 or the checkpoint's. Before this, only `say` prints."""
+        """Starts all sinks. Training begins after `step`: 0, or the step of the checkpoint.
+
+        Before this call only `say` has an effect, so that a run that is refused writes no files.
+        """
         self.last_step, self._started = step, True
         self._submit_to_all(lambda sink: sink.on_resume(step))
 
@@ -70,21 +74,25 @@ class Reporter:
         self._submit_to_all(lambda sink: sink.on_validation(step, values))
 
     def event(self, kind: str, step: int, text: str = "") -> None:
-        """Sends an event to all sinks, which log it among the steps and do not print it."""
+        """Sends an event to all sinks. Files and trackers log it; the screen does not print it."""
         self._submit_to_all(lambda sink: sink.event(kind, step, text))
 
     def say(self, line: str) -> None:
-        """Prints a line; it is printed when this returns, unless the screen blocks."""
+        """Prints a line, and waits until it is printed, at most `PRINT_TIMEOUT` seconds."""
         for screen in self._screens:
             screen.submit(lambda: self._screen.print(line))
             screen.flush(PRINT_TIMEOUT)
 
     def finish(self, step: int) -> Path | None:
-        """Tells all sinks that the run ends after `step`. Returns the path of its picture, if one was drawn."""
+        """Sends the last event, "finished" or "stopped" after `step`, and draws the run's plot if configured.
+
+        Returns:
+            The path of the plot; None if none was drawn.
+        """
         self.event("finished" if step >= self.config.train.steps else "stopped", step)
         if not (self._sinks and self.config.log.plot):
             return None
-        for sink in self._sinks:
+        for sink in self._sinks:  # the plot is drawn from metrics.jsonl
             sink.flush(PRINT_TIMEOUT)
         return self._draw()
 
@@ -92,7 +100,7 @@ class Reporter:
         folder = self.config.train.output
         try:
             return plot_runs([folder], folder / "loss.png")
-        except Exception as error:  # a picture is not worth a run
+        except Exception as error:  # an error of matplotlib must not fail the run
             self.say(f"no picture was drawn: {error}")
             return None
 
@@ -117,4 +125,4 @@ def file_sinks(config: Config, fence: Callable[[], None]) -> list[Sink]:
 
 
 def _ignore(error: str) -> None:
-    """Drops an error of the screen itself: there is nowhere to print it."""
+    """Drops an error of the screen, which cannot be printed anywhere."""

@@ -8,14 +8,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from armillary.train.reporting.metrics import StepMetrics, average
 
 RECENT = 3600.0
-"""Seconds over which the remaining time is estimated, and a thousand steps at most."""
+"""The remaining time is estimated from the steps of this many last seconds, at most a thousand steps."""
 
 
 class Screen:
-    """A line for the first step, the last and every `every`-th, with rates over all steps since the line before.
+    """Prints lines of steps, with rates averaged over all steps since the previous line, and a progress bar.
 
     Args:
         steps: number of steps of the run.
+        every: steps between lines; the first and the last step have a line too.
     """
 
     def __init__(self, steps: int, every: int) -> None:

@@ -1,4 +1,4 @@
-"""The interface of sinks."""
+"""The interface of sinks, which receive the reports of a run: the screen, files and experiment trackers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from armillary.train.reporting.metrics import StepMetrics
 
 
 class Sink(Protocol):
-    """Receives the events of a run, in the order of steps; may raise any error."""
+    """Receives the reports of a run, in the order of steps. A method may raise any error."""
 
     def on_resume(self, step: int) -> None:
         """Called first. Training starts after `step`, 0 for a new run; the sink discards records of later steps."""
@@ -19,7 +19,7 @@ class Sink(Protocol):
     def on_validation(self, step: int, values: dict[str, float]) -> None: ...
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Called for anything else. Kinds are "saved", "skipped", "stopped", "finished" and "failed"."""
+        """Called for other events. Kinds: "saving", "saved", "skipped", "stopped", "finished", "failed"."""
         ...
 
     def close(self) -> None: ...

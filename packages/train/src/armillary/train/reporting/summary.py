@@ -8,9 +8,18 @@ from pathlib import Path
 
 @dataclass
 class Summary:
-    """The result of a run: losses are means over all tokens, of the steps since it (re)started at `first_step`.
+    """The result of a run, since its start or restart.
 
-    `seconds` counts steps only, `elapsed` everything since the first step. `picture` is set on rank 0 only.
+    Args:
+        first_step: the first step after the start or restart.
+        losses: loss of each step from `first_step` on, over all ranks.
+        validation: results of the last validation: "loss", and accuracies by task.
+        tokens: tokens of these steps, over all ranks.
+        seconds: duration of these steps, without validation and saving.
+        elapsed: seconds since the start, with validation and saving.
+        memory: peak memory of this rank in bytes.
+        checkpoint: path of the last checkpoint; None if nothing was saved.
+        picture: path of the plot, on rank 0 if one was drawn.
     """
 
     first_step: int = 1

@@ -12,7 +12,7 @@ from armillary.train.reporting.metrics import StepMetrics
 
 
 def scalars(metrics: StepMetrics) -> dict[str, float]:
-    """Returns the metrics of a step by their names in trackers; memory in GiB, rates of each device."""
+    """Returns the metrics of a step by their names in trackers; memory in GiB, rates per device."""
     values = {
         "train/loss": metrics.loss,
         "train/grad_norm": metrics.grad_norm,
@@ -26,7 +26,7 @@ def scalars(metrics: StepMetrics) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in a folder. Steps repeated after a restart replace the earlier ones."""
+    """Writes TensorBoard's event files. Steps that are trained again after a restart replace their records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +53,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run at Weights & Biases, which a restart resumes by the id in the output folder.
+    """Logs to a run at Weights & Biases. A restart resumes that run, by the id in the output folder.
 
     Args:
         config: configuration of the run, shown beside its curves.
@@ -72,7 +72,7 @@ class WeightsAndBiases:
             config=self.config,
             allow_val_change=True,
         )
-        # wandb's own step only increases; ours goes back to the checkpoint's after a restart.
+        # wandb's own step can only increase, but after a restart our step goes back to the checkpoint's.
         self._run.define_metric("*", step_metric="step")
 
     def step(self, metrics: StepMetrics) -> None:
@@ -82,7 +82,7 @@ class WeightsAndBiases:
         self._run.log({"step": step} | {f"validation/{name}": value for name, value in values.items()})
 
     def event(self, kind: str, step: int, text: str) -> None:
-        """Does nothing: a board of curves shows no events."""
+        """Does nothing, because only curves are logged there."""
 
     def close(self) -> None:
         if self._run is not None:

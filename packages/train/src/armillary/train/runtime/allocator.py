@@ -13,9 +13,9 @@ EXPANDABLE = "expandable_segments"
 
 
 def allocator_settings(expandable: bool) -> str | None:
-    """Returns the user's settings with expandable segments added; None if nothing is to be added.
+    """Returns the environment's settings with expandable segments added; None if they need no change.
 
-    A user's own setting of segments takes precedence.
+    A setting of expandable segments in the environment takes precedence.
     """
     settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
     if not expandable or EXPANDABLE in settings:
@@ -24,6 +24,6 @@ def allocator_settings(expandable: bool) -> str | None:
 
 
 def set_allocator(settings: str | None) -> None:
-    """Applies settings in the format of PYTORCH_ALLOC_CONF, if there are any. Must run before anything is allocated."""
+    """Applies settings in the format of PYTORCH_ALLOC_CONF, unless None. Must run before GPU memory is allocated."""
     if settings is not None:
         cast(Any, torch)._C._accelerator_setAllocatorSettings(settings)

@@ -1,4 +1,4 @@
-"""Threads beside training: a task with its error, and sinks of reports that must not disturb training."""
+"""Threads beside training: one runs a task and keeps its error, one writes reports without disturbing training."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ Closed = TypeVar("Closed", bound=Closable)
 
 
 class Background(Thread):
-    """A thread that runs `work`. `result` raises the error of the work.
+    """A thread that runs `work`, started by the constructor. `raise_error` raises the error of `work`.
 
-    It is a daemon, so that a process that ends because of an error does not wait for ranks that may be missing.
+    The thread is a daemon: when the main thread ends with an error, the process does not wait for `work`, which may be
+    waiting for missing ranks.
     """
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
@@ -33,8 +34,8 @@ class Background(Thread):
         except BaseException as error:
             self.error = error
 
-    def result(self) -> None:
-        """Raises the error of the work, if there is one. The thread has ended."""
+    def raise_error(self) -> None:
+        """Raises the error of `work`, if there was one. Call it when the thread has ended."""
         if self.error is not None:
             raise self.error
 
@@ -42,11 +43,11 @@ class Background(Thread):
 class GuardedSink(Generic[Closed]):
     """A sink of reports with its own thread, so that its errors and its blocking do not affect training.
 
-    A full disk, a lost network or a stopped terminal loses only reports. The first error is printed; the next report
-    tries the sink again.
+    A full disk, a lost network or a stopped terminal loses only reports. Only the first error is printed; the sink is
+    called again for the next report.
 
     Args:
-        sink: called in its thread only.
+        sink: called only in the thread.
         complain: called with a line about the first error; in any thread.
         capacity: length of the queue; reports beyond it are dropped.
     """

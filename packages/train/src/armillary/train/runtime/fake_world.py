@@ -17,10 +17,10 @@ from armillary.core.mesh import check_axes
 
 @contextmanager
 def fake_world(rank: int = 0, device: str = "cpu", /, **axes: int) -> Generator[DeviceMesh]:
-    """Context that yields the mesh of one rank, on a process group that communicates nothing.
+    """Context manager that yields the mesh as one rank sees it, on a process group that communicates nothing.
 
-    Tensors that would be received keep their contents. Enter it before a `FakeTensorMode`, and build attention methods
-    before that mode too: meshes and process groups need tensors with values.
+    Receive buffers keep their contents. Enter this context, and build attention methods, before a `FakeTensorMode`:
+    meshes and process groups need tensors with values.
 
     Args:
         rank: the rank that this process stands for.
@@ -28,7 +28,7 @@ def fake_world(rank: int = 0, device: str = "cpu", /, **axes: int) -> Generator[
         axes: sizes of the mesh's axes, as in `build_mesh`.
 
     Raises:
-        ValueError: an axis below 1, a rank outside the mesh, or a process that has a process group already.
+        ValueError: an axis below 1, a rank outside the mesh, or a default process group that exists already.
     """
     ranks = prod(axes.values())
     check_axes(axes, ranks)
@@ -36,7 +36,7 @@ def fake_world(rank: int = 0, device: str = "cpu", /, **axes: int) -> Generator[
         raise ValueError(f"there is no rank {rank} of {ranks}; choose from 0 to {ranks - 1}")
     if dist.is_initialized():
         raise ValueError(
-            f"a process group of {dist.get_world_size()} ranks is there already; simulate in a process alone"
+            f"a process group of {dist.get_world_size()} ranks is there already; simulate in a process without one"
         )
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
     try:

@@ -11,19 +11,20 @@ import torch.distributed as dist
 from torch.profiler import ProfilerAction, profile
 
 HISTORY = 100_000
-"""Allocations and frees that a memory history keeps."""
+"""Maximum number of allocations and frees in a memory history."""
 
 
 class Profiler:
-    """Writes traces and memory snapshots of chosen steps, one file a rank.
+    """Writes traces and memory snapshots of chosen steps, one file per rank.
 
     A step's Chrome trace is `step-N-rank-R.json.gz` (for Perfetto, or chrome://tracing), its memory snapshot
-    `memory-step-N-rank-R.pickle` (for pytorch.org/memory_viz). The step before a chosen one warms up.
+    `memory-step-N-rank-R.pickle` (for pytorch.org/memory_viz). The profiler and the memory history start one step
+    before a chosen step.
 
     Args:
         trace_steps: steps with a Chrome trace.
         snapshots: steps after which the allocator's history is written; cuda only.
-        folder: created when there is something to write.
+        folder: folder of the files; created with the first file.
         say: called with a line about a file that could not be written; training continues.
     """
 
@@ -33,7 +34,7 @@ class Profiler:
         self.folder, self.say = folder, say
         self._traced, self._snapshots = frozenset(trace_steps), frozenset(snapshots)
         self._profile: profile | None = None
-        self._first = 0
+        self._first_profiled = 0  # step in which the current profile started
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:
@@ -45,14 +46,15 @@ class Profiler:
         self._end_trace(step)
 
     def _begin_trace(self, step: int) -> None:
-        # One step early: the first step under a profiler pays for its start, so it is not recorded (`_action`).
+        # One step early: the start of the profiler slows the first step, which `_action` therefore does not record.
         if self._profile is None and {step, step + 1} & self._traced:
-            self._first = step
+            self._first_profiled = step
             self._profile = profile(schedule=self._action, on_trace_ready=self._write_trace)
             self._profile.start()
 
     def _action(self, count: int) -> ProfilerAction:
-        step = self._first + count
+        """Returns the profiler's action in the step that is `count` steps after its start."""
+        step = self._first_profiled + count
         if step in self._traced:
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.WARMUP if step + 1 in self._traced else ProfilerAction.NONE
@@ -67,12 +69,12 @@ class Profiler:
             self._profile = None
 
     def _write_trace(self, profile_data: profile) -> None:
-        # step() calls this after it has incremented step_num.
-        step = self._first + profile_data.step_num - 1
+        # `profile.step` increments `step_num` before it calls this.
+        step = self._first_profiled + profile_data.step_num - 1
         self._write(f"step-{step}-rank-{dist.get_rank()}.json.gz", profile_data.export_chrome_trace)
 
     def _begin_memory(self, step: int) -> None:
-        # From the step before, so that tensors which outlive a step have an allocation in the history.
+        # Starts in the step before, so that the history has the allocations of tensors that this step leaves behind.
         if {step, step + 1} & self._snapshots:
             cuda_memory._record_memory_history(max_entries=HISTORY)  # pyright: ignore[reportPrivateUsage]
 
@@ -87,5 +89,5 @@ class Profiler:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write(str(self.folder / name))
-        except Exception as error:  # no error of a profile is a reason to stop training
+        except Exception as error:  # an error of the profiler must not stop training
             self.say(f"{self.folder / name}: not written ({type(error).__name__}: {error})")

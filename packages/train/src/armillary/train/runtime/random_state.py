@@ -15,9 +15,9 @@ WORDS = 624
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Returns all states as tensors: int64 for words, float64 for normal numbers that were drawn ahead."""
+    """Returns the states of all generators as tensors: int64 for the words, float64 for a stored normal number."""
+    # Python and numpy draw normal numbers in pairs, and store the second one of a pair in the state.
     version, words, gauss = random.getstate()
-    # Both draw normal numbers in pairs: the second one of a pair is part of the state.
     _, keys, position, has_gauss, cached_gauss = cast(tuple[Any, ...], np.random.get_state())
     state = {
         "python": torch.tensor([version, *words]),
@@ -32,10 +32,10 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restores states that `random_state` returned. Generators that are not among them keep their state.
+    """Restores states that `random_state` returned. A generator without a state in `state` keeps its own.
 
     Raises:
-        ValueError: the numbers are no such state.
+        ValueError: the tensors are no valid state.
     """
     try:
         if "python" in state:
@@ -54,7 +54,7 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 def set_numpy(state: Tensor, cached_gauss: float) -> None:
     *keys, position, has_gauss = state.tolist()
-    if not (0 <= position <= WORDS and has_gauss in (0, 1)):  # numpy would read beyond its words
+    if not (0 <= position <= WORDS and has_gauss in (0, 1)):  # numpy would read memory beyond its words
         raise ValueError(f"no state of random numbers (position {position} of {WORDS})")
     np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached_gauss))
 

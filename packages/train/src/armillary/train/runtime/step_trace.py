@@ -12,12 +12,12 @@ from armillary.core import Trace, span
 
 
 class StepTrace:
-    """Writes one `armillary.core.Trace` of chosen steps on all ranks.
+    """Writes one file with an `armillary.core.Trace` of chosen steps on all ranks.
 
     Args:
-        path: path of the file; None to trace nothing.
-        steps: steps to trace; by default the second one after the start or restart.
-        first, last: steps between the start and the end of the run.
+        path: path of the file; None: no trace.
+        steps: steps to trace; by default the second step after the start or restart.
+        first, last: the first and the last step that this run trains, after a restart if there was one.
         say: called with a line about a file that could not be written; training continues.
     """
 

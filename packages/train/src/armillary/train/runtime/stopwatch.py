@@ -1,4 +1,4 @@
-"""A stopwatch for training steps, which leaves out validation and saving."""
+"""A stopwatch for training steps that leaves out validation and saving."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Stopwatch:
-    """Counts tokens and seconds of all steps, and the seconds of the last one, without pauses."""
+    """Counts the tokens and seconds of all steps, and the seconds of the last step, without pauses."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
@@ -23,10 +23,10 @@ class Stopwatch:
 
     @contextmanager
     def pause(self) -> Generator[None]:
-        """Context manager around work that is part of no step."""
+        """Context manager around work that does not count as part of a step."""
         yield
         self.running_since = self.clock()
 
     def elapsed(self) -> float:
-        """Returns the seconds since construction, with pauses."""
+        """Returns the seconds since construction, including pauses."""
         return self.clock() - self.started

@@ -1,4 +1,4 @@
-"""Heartbeats, in which a rank tells the others its state, and the rules that find the missing ranks of a hung run."""
+"""Heartbeats, by which ranks report their states, and the rules that find the missing ranks of a hung run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from armillary.train.runtime.flight_recorder import recorded_collectives
 
 @dataclass(frozen=True)
 class Calls:
-    """Operations that a rank has started in one process group.
+    """Operations that a rank has started in one process group so far.
 
     Args:
-        count: number of collectives. It is equal on ranks that wait in the same one.
+        count: number of collectives. Ranks that wait in the same collective have the same number.
         last: name of the latest operation.
         running: True if an operation has not completed.
         messages: number of sends and receives, which may differ between ranks.
@@ -30,15 +30,15 @@ class Calls:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A sign of life of a rank. The fields after `phase` are set only after a failure or an alarm.
+    """The state of a rank. The fields after `phase` are set only after a failure or an alarm.
 
     Args:
         step: the step that the rank works on.
         phase: phase of the step, such as "training" or "saving".
-        failure: error that ended its training.
-        location: innermost lines of its Python stack.
-        waits: True if it is in a collective, or waits for its device.
-        calls: latest call by process group and backend.
+        failure: error that ended the rank's training.
+        location: text with the line that the rank executes.
+        waits: True if the rank is in a collective, or waits for its device.
+        calls: operations so far, by process group and backend.
     """
 
     step: int
@@ -65,10 +65,11 @@ HEARTBEATS = TypeAdapter(Heartbeat)
 
 
 def missing_ranks(beats: Mapping[int, Heartbeat | None], silent: set[int]) -> dict[int, str]:
-    """Returns the ranks that the others wait for, each with the reason; none if all wait for each other.
+    """Returns the ranks that the others wait for, each with the reason; an empty dict if all wait for each other.
 
-    Applies the first rule that fits: 1. ranks that failed or stopped posting heartbeats; 2. ranks that do not wait
-    while others do; 3. ranks that have started fewer collectives of a group than a rank that waits in it.
+    Applies the first of these rules that finds ranks: 1. ranks that failed or stopped posting heartbeats; 2. ranks
+    that do not wait, while others do; 3. ranks that have started fewer collectives of a group than a rank that waits
+    in it.
 
     Args:
         beats: the last heartbeat of each rank; None for a rank without any.
@@ -83,7 +84,7 @@ def missing_ranks(beats: Mapping[int, Heartbeat | None], silent: set[int]) -> di
     busy = {rank: beat for rank, beat in alive.items() if not beat.waits}
     if 0 < len(busy) < len(alive):
         return {rank: f"in {beat.position}, at {beat.location}" for rank, beat in busy.items()}
-    # 3. All ranks wait, or none does. A rank that skipped a collective has a lower count than the others.
+    # 3. All ranks wait, or none does. A rank that skipped a collective has started fewer than the others.
     return ranks_behind(alive)
 
 
@@ -109,10 +110,10 @@ def ranks_behind(beats: Mapping[int, Heartbeat]) -> dict[int, str]:
 
 
 def recorded_calls() -> dict[str, Calls]:
-    """Returns this rank's operations by process group and backend, as torch's flight recorders have them.
+    """Returns this rank's operations by process group and backend, from torch's flight recorders.
 
-    The recorders keep only the latest operations, but count all. gloo records no sends and receives. NCCL records those
-    of a batch as complete, and not the batch itself, which may still be running.
+    The recorders keep only the latest operations, but number all of them. gloo does not record sends and receives. NCCL
+    records the sends and receives of a batch as completed, even while the batch is running.
     """
     calls: dict[str, Calls] = {}
     for entry in recorded_collectives():

@@ -8,10 +8,10 @@ import torch.distributed as dist
 
 
 class Launcher:
-    """The torchrun that started this process; None under srun or without a launcher.
+    """The torchrun process that started this process; `pid` is None under srun or without a launcher.
 
-    A process whose parent dies gets another parent, which `has_exited` checks for. The signal of PR_SET_PDEATHSIG
-    would come too early: the kernel sends it when the parent's *thread* that started the process ends.
+    A process whose parent dies gets another parent, which `has_exited` checks. PR_SET_PDEATHSIG does not work here: the
+    kernel sends its signal already when the parent's *thread* that started the process ends.
     """
 
     def __init__(self) -> None:

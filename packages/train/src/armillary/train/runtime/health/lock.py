@@ -1,8 +1,8 @@
-"""The lock of an output folder: one run at a time writes there, and a run that has lost it writes nothing more.
+"""The lock of an output folder: one run at a time writes there, and a run that has lost the lock stops writing.
 
-The folder `lock` contains a file `N.held` while a run works, which is renamed to `N.released` at its end. A run takes
-the lock by creating the file with the next number; file systems let only one process succeed. The number is a fencing
-token: a run whose number is no longer the highest has lost the folder.
+While a run holds the lock, the folder `lock` contains its file `N.held`, which it renames to `N.released` at its end. A
+run takes the lock by creating the file with the next number. The file system lets only one process create it. The
+number is a fencing token: a run whose number is no longer the highest has lost the lock.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ NUMBERED = re.compile(r"(\d+)\.(held|released)")
 
 
 class LockLost(RuntimeError):
-    """Another run has taken the output folder: this one must not change it."""
+    """Another run has taken the output folder, which this run must no longer change."""
 
 
 class FolderInUse(Exception):
-    """The folder belongs to another run."""
+    """Another run that is alive holds the lock of the folder."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,10 @@ class Holder:
     """A run, and its process that changes the folder (rank 0).
 
     Args:
-        run: name of the run.
-        machine, started: tell the process apart from others with the same id; see `process`.
+        run: a random name of the run.
+        host: name of the machine, for messages.
+        machine: identity of the machine, from `process.machine`.
+        started: start of the process, from `process.start_time`. Another process can get the same `pid` later.
         since: start of the run, ISO 8601 in UTC.
     """
 
@@ -60,7 +62,7 @@ class Holder:
 
     @classmethod
     def read(cls, path: Path) -> Holder | None:
-        """Reads the file of a lock; returns None if it does not exist or is incomplete."""
+        """Returns the holder in a lock's file; None if the file does not exist or is incomplete."""
         try:
             return TypeAdapter(cls).validate_json(path.read_bytes(), strict=True)
         except (FileNotFoundError, ValueError):
@@ -72,7 +74,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class Claim:
-    """A lock that a run holds."""
+    """A run's lock file `number`.held in `folder`, and the run."""
 
     folder: Path
     number: int
@@ -99,8 +101,8 @@ class Claim:
             os.utime(self.path)
 
     def release(self) -> None:
-        """Marks the lock as released, unless another run has taken it."""
-        with suppress(OSError, LockLost):  # the next run sees that this process has ended
+        """Renames the file to `number`.released, unless another run has taken the lock."""
+        with suppress(OSError, LockLost):  # if it fails, the next run still notices that this process has ended
             self.check()
             self.path.rename(self.path.with_suffix(".released"))
 
@@ -110,9 +112,10 @@ def take(folder: Path, holder: Holder, timeout: float, say: Callable[[str], None
 
     Args:
         timeout: seconds without a heartbeat after which a holder on another machine counts as dead.
+        say: called with a line before a wait for heartbeats.
 
     Raises:
-        FolderInUse: a run that is alive holds it; names that run.
+        FolderInUse: a run that is alive holds the lock; the message names it.
         OSError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -120,14 +123,14 @@ def take(folder: Path, holder: Holder, timeout: float, say: Callable[[str], None
         number, is_held = newest(folder)
         if is_held:
             check_dead(folder / f"{number}.held", timeout, say)
-        # Try again if another process has created the same number, or a higher one, in the meantime.
+        # Tries again if another process has created this number or a higher one since `newest` read the folder.
         claim = Claim(folder, number + 1, holder)
         if write(claim) and clear(claim):
             return claim
 
 
 def write(claim: Claim) -> bool:
-    """Creates the file of a claim; returns False if another process has created it."""
+    """Creates the file of a claim; returns False if another process has created it before."""
     try:
         file = claim.path.open("x")  # atomic: of several processes, one creates the file
     except FileExistsError:
@@ -142,11 +145,14 @@ def write(claim: Claim) -> bool:
 
 
 def clear(claim: Claim) -> bool:
-    """Removes lower numbers. If another run has this number or a higher one, withdraws the claim and returns False."""
+    """Removes files with lower numbers; returns True.
+
+    If another run has a file with this number or a higher one, removes the claim's own file and returns False.
+    """
     for name in os.listdir(claim.folder):
         if (match := NUMBERED.fullmatch(name)) is None or name == claim.path.name:
             continue
-        if int(match[1]) >= claim.number:  # taken, perhaps even released, since `newest` listed the folder
+        if int(match[1]) >= claim.number:  # another run has taken the lock, and perhaps released it, in the meantime
             claim.path.unlink()
             return False
         (claim.folder / name).unlink(missing_ok=True)
@@ -154,15 +160,16 @@ def clear(claim: Claim) -> bool:
 
 
 def newest(folder: Path) -> tuple[int, bool]:
-    """Returns the highest number, and True if it is held."""
+    """Returns (highest number of a file, True if that file is "held"); (0, False) without files."""
     matches = [match for name in os.listdir(folder) if (match := NUMBERED.fullmatch(name))]
     return max(((int(match[1]), match[2] == "held") for match in matches), default=(0, False))
 
 
 def check_dead(path: Path, timeout: float, say: Callable[[str], None]) -> None:
-    """Raises FolderInUse if the holder of a lock is alive; returns if it has ended or has released the lock."""
+    """Raises FolderInUse if the holder of the lock file `path` is alive; returns if it has ended or has released it."""
     holder, last_heartbeat = Holder.read(path), heartbeat(path)
-    # On the same machine the process table tells if the holder is alive. On another machine (None) its heartbeats do.
+    # On this machine the process table tells whether the holder is alive. `is_running` returns None for a holder on
+    # another machine, whose heartbeats tell.
     alive = None if holder is None else is_running(holder.machine, holder.pid, holder.started)
     if alive is None and last_heartbeat is not None:
         say(f"waiting {timeout:.0f} s for a heartbeat of {holder or 'an unknown run'} ({path})")
@@ -173,9 +180,9 @@ def check_dead(path: Path, timeout: float, say: Callable[[str], None]) -> None:
 
 
 def heartbeat_arrives(path: Path, last_heartbeat: tuple[int, bytes], timeout: float) -> bool:
-    """Returns True if a heartbeat arrives within `timeout` seconds.
+    """Returns True if a heartbeat arrives within `timeout` seconds; False if none does, or the file is gone.
 
-    Waits for a change instead of comparing its time with now, because clocks of hosts differ.
+    Waits for the file to change. Its modification time is not compared with this host's clock, since clocks differ.
     """
     end = time.monotonic() + timeout
     while (current := heartbeat(path)) == last_heartbeat:
@@ -186,7 +193,7 @@ def heartbeat_arrives(path: Path, last_heartbeat: tuple[int, bytes], timeout: fl
 
 
 def heartbeat(path: Path) -> tuple[int, bytes] | None:
-    """Returns a value that every heartbeat changes, (modification time, content); None if the file does not exist.
+    """Returns (modification time in ns, content) of a lock file; None if it does not exist. Heartbeats change the time.
 
     Opens the file instead of calling `stat`, because network file systems refresh cached attributes on `open`.
     """

@@ -20,30 +20,32 @@ TAKEOVER_TIMEOUT = 30.0
 
 
 class OutputLock:
-    """Context manager that locks an output folder for all ranks; the first rank holds the lock. Collective.
+    """Context manager that locks an output folder for all ranks; rank 0 holds the lock. Entering it is collective.
 
     Args:
-        say: called with a line about a wait.
-        flag: the setting of the folder, for messages.
+        say: called with a line before a wait for another run's heartbeats.
+        timeout: seconds without a heartbeat after which a holder on another machine counts as dead.
+        flag: the flag that sets the folder, for messages.
 
     Raises (on entry):
-        ValueError: another run holds it, or the folder cannot be written to; on every rank.
+        ValueError: another run holds the lock, or the folder cannot be written to; on every rank.
     """
 
     def __init__(
         self, output: Path, say: Callable[[str], None], timeout: float = TAKEOVER_TIMEOUT, flag: str = "output"
     ) -> None:
         self.output, self.say, self.timeout, self.flag = output, say, timeout, flag
-        self.claim: Claim | None = None
-        self.run, self._lost = "", ""
-        self._over = threading.Event()
+        self.claim: Claim | None = None  # on rank 0
+        self.run = ""  # name of this run
+        self._loss = ""  # message of the LockLost that a heartbeat raised; "" while the lock is held
+        self._exited = threading.Event()
 
     def __enter__(self) -> Self:
-        # Every rank gets rank 0's answer, so that a refusal raises on all of them.
+        # Every rank gets (run, refusal) from rank 0, so that a refusal raises on all ranks.
         answers: list[Any] = [None] * dist.get_world_size()
         try:
             dist.all_gather_object(answers, self._take() if dist.get_rank() == 0 else None)
-        except BaseException:  # also an interrupt: the lock must not stay behind
+        except BaseException:  # also after ^C the lock must be released
             self.__exit__(None, None, None)
             raise
         self.run, refusal = answers[0]
@@ -56,25 +58,25 @@ class OutputLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
+        self._exited.set()
         if self.claim is not None:
             self.claim.release()
 
     def fence(self) -> None:
-        """Raises LockLost if this run has lost the folder, and OSError if the lock cannot be read.
+        """Reads the lock; raises LockLost if another run has taken it, and OSError if it cannot be read.
 
-        Call it right before a change of the folder, on the first rank, the only one that changes it.
+        Call it right before a change of the folder, on rank 0, which makes all changes. Does nothing on other ranks.
         """
         if self.claim is not None:
             self.claim.check()
 
     def check(self) -> None:
-        """Raises LockLost if a heartbeat has noticed the loss; reads nothing."""
-        if self._lost:
-            raise LockLost(self._lost)
+        """Raises LockLost if the latest heartbeat found that another run has taken the lock. Reads no file."""
+        if self._loss:
+            raise LockLost(self._loss)
 
     def _take(self) -> tuple[str, str]:
-        """Returns the run's name and the reason why it may not start, "" if it may."""
+        """Takes the lock; returns (name of the run, the reason why the run may not start or "")."""
         holder = Holder.this_process()
         try:
             self.claim = take(self.output / "lock", holder, self.timeout, self.say)
@@ -85,12 +87,14 @@ class OutputLock:
         return holder.run, ""
 
     def _beat(self, claim: Claim) -> None:
-        while not self._over.wait(BEAT):
+        """Posts heartbeats until the block exits or another run has taken the lock. Runs in a thread."""
+        while not self._exited.wait(BEAT):
             claim.beat()
             try:
                 claim.check()
             except LockLost as lost:
-                self._lost = "" if self._over.is_set() else str(lost)  # a lock that was just released is not lost
+                # A lock that this run has just released is not lost.
+                self._loss = "" if self._exited.is_set() else str(lost)
                 return
             except OSError:
                 continue  # a network file system may not answer for a while

@@ -1,4 +1,4 @@
-"""Identifies processes of this machine by id and start time, since ids are used again."""
+"""Identifies processes of this machine by id and start time, because the system reuses ids."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ PROC = Path("/proc")
 
 
 def machine() -> str:
-    """Returns a name that processes share if and only if they see each other's ids; "" if the system does not tell.
+    """Returns a name that processes share if and only if they see each other's process ids; "" if it is unknown.
 
-    It consists of the kernel's boot and the pid namespace, which differs between containers.
+    The name consists of the kernel's boot id and the pid namespace, which differs between containers.
     """
     try:
         boot = (PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -21,7 +21,12 @@ def machine() -> str:
 
 
 def is_running(machine_name: str, pid: int, started: int) -> bool | None:
-    """Returns True if a process of a machine is running; None if this process cannot tell."""
+    """Returns True if the process is running, False if it has ended, None if this process cannot tell.
+
+    Args:
+        machine_name: machine of the process, from `machine`.
+        started: its start, from `start_time`.
+    """
     if not machine_name or machine_name != machine():
         return None
     if (current := start_time(pid)) is not None:
@@ -30,9 +35,9 @@ def is_running(machine_name: str, pid: int, started: int) -> bool | None:
 
 
 def start_time(pid: int) -> int | None:
-    """Returns the start of a process in ticks since the boot; None if it has ended or /proc hides it."""
+    """Returns the start of a process in clock ticks since the boot; None if it has ended or /proc hides it."""
     try:
-        # The fields of proc(5) from the third on: the second is the name in parentheses, which may contain spaces.
+        # See proc(5). Field 2 is the process's name in parentheses, which may contain spaces; `fields` begins at 3.
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
@@ -46,6 +51,6 @@ def is_hidden(pid: int) -> bool:
         os.kill(pid, 0)
     except PermissionError:
         return True
-    except (OSError, OverflowError):  # the latter for a number that no process can have
+    except (OSError, OverflowError):  # OverflowError: a number too large for a process id
         return False
-    return False  # /proc shows processes of the same user, so it has ended since
+    return False  # a process of the same user, which /proc would show: it has ended in the meantime

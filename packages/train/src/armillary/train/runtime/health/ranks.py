@@ -1,4 +1,4 @@
-"""Agreement between all ranks of a run: an action that fails on one rank raises on every rank."""
+"""Actions of all ranks of a run: an action that fails on one rank raises on every rank."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 R = TypeVar("R")
 Failure = tuple[type[Exception], str]
+"""An error of one rank as the other ranks raise it: (type, message)."""
 
 SHARED_TYPES = (ValueError, OSError)
 """Errors that keep their type on the other ranks; any other becomes a RuntimeError there."""
 
 
 class Ranks:
-    """All ranks, on a gloo group that nothing else uses: a thread may wait on it while training continues.
+    """All ranks, in a gloo group of their own, so that a thread may wait in it while training continues.
 
-    Constructing it is collective. Every wait ends after `timeout` with an error that names the missing ranks.
+    The constructor is collective. Every wait ends after `timeout` with an error that names the missing ranks.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -30,20 +31,22 @@ class Ranks:
     def close(self) -> None:
         dist.destroy_process_group(self.group)
 
-    def gather(self) -> None:
+    def barrier(self) -> None:
         """Waits for all ranks.
 
         Raises:
-            RuntimeError: on rank 0 it names the missing ranks; on others it says that rank 0 is missing or gave up.
+            RuntimeError: ranks are missing. On rank 0 the message names them; on the other ranks it says that rank 0 is
+                missing or gave up.
         """
-        dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)  # it ignores the group's own time-out
+        # Without a time-out `monitored_barrier` takes the default group's, not that of `self.group`.
+        dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)
 
-    def agree(self, action: Callable[[], R]) -> list[R]:
-        """Calls `action` on every rank; returns the results of all ranks. If it fails on one rank, it fails on all.
+    def on_all(self, action: Callable[[], R]) -> list[R]:
+        """Calls `action` on every rank; returns the results of all ranks. If it raises on one rank, all raise.
 
         Raises:
-            ValueError, OSError: if a rank raised that.
-            RuntimeError: for all other errors.
+            ValueError, OSError: `action` raised an error of this type.
+            RuntimeError: `action` raised any other error.
         """
         answer: tuple[R | None, Failure | None]
         cause: Exception | None = None
@@ -51,9 +54,8 @@ class Ranks:
         try:
             answer = action(), None
         except Exception as error:
-            cause, kind = error, next((kind for kind in SHARED_TYPES if isinstance(error, kind)), RuntimeError)
-            answer = None, (kind, str(error))
-        self.gather()  # names missing ranks, which a timed-out all-gather does not
+            cause, answer = error, (None, (shared_type(error) or RuntimeError, str(error)))
+        self.barrier()  # names missing ranks, which an all-gather that times out does not
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, answer, group=self.group)
         if failures := {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}:
@@ -61,15 +63,15 @@ class Ranks:
         return [result for result, _ in answers]
 
     def on_first(self, action: Callable[[], R]) -> R:
-        """Calls `action` on rank 0 alone; returns its result on every rank. Errors as from `agree`."""
-        return cast(R, self.agree(lambda: action() if self.rank == 0 else None)[0])
+        """Calls `action` on rank 0 alone; returns the result on every rank. Errors as from `on_all`."""
+        return cast(R, self.on_all(lambda: action() if self.rank == 0 else None)[0])
 
 
 def check_consistent(subject: str, values: Mapping[str, Any]) -> None:
     """Raises ValueError on every rank if ranks differ in one of these values. Collective.
 
     Args:
-        subject: the values as a whole, such as "the configuration", for the message.
+        subject: name of the values for the message, such as "the configuration".
     """
     values_by_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values_by_rank, dict(values))
@@ -84,14 +86,17 @@ def combine_errors(failures: dict[int, Failure]) -> Exception:
     """Returns one error for the failures of several ranks."""
     kinds = {kind for kind, _ in failures.values()}
     kind = kinds.pop() if len(kinds) == 1 else RuntimeError
-    if kind is ValueError:  # usually the same on all ranks
+    if kind is ValueError:  # usually all ranks raise the same one
         return ValueError("; ".join(dict.fromkeys(text for _, text in failures.values())))
     return kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items()))
 
 
 @contextmanager
 def convert_dcp_errors() -> Generator[None]:
-    """Context manager that turns DCP's error of several ranks, which is no `Exception`, into one as from `agree`."""
+    """Context manager that turns DCP's error, which has the errors of several ranks, into an error as from `on_all`.
+
+    DCP's `CheckpointException` is a `BaseException`, which `except Exception` would miss.
+    """
     try:
         yield
     except CheckpointException as error:
@@ -99,5 +104,10 @@ def convert_dcp_errors() -> Generator[None]:
 
 
 def failure(error: BaseException) -> Failure:
-    kind = next((kind for kind in SHARED_TYPES if isinstance(error, kind)), None)
+    kind = shared_type(error)
     return (kind, str(error)) if kind else (RuntimeError, f"{type(error).__name__}: {error}")
+
+
+def shared_type(error: BaseException) -> type[Exception] | None:
+    """Returns the type among `SHARED_TYPES` that `error` is an instance of; None if there is none."""
+    return next((kind for kind in SHARED_TYPES if isinstance(error, kind)), None)

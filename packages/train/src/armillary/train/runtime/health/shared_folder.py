@@ -9,13 +9,13 @@ from armillary.train.runtime.health.ranks import Ranks
 
 
 def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
-    """Creates the folder if it does not exist, and checks that it is the same one for all ranks. Collective.
+    """Creates the folder if it does not exist, and checks that all ranks see the same folder. Collective.
 
     Args:
-        flag: the setting of the folder, for messages.
+        flag: the flag that sets the folder, for messages.
 
     Raises:
-        ValueError: names the ranks that do not see a file of rank 0; on every rank.
+        ValueError: ranks do not see a file that rank 0 created; the message names them. On every rank.
     """
 
     # Rank 0 creates a file with a name that no earlier run has used; the other ranks look for it.
@@ -26,10 +26,10 @@ def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
         return token
 
     token = ranks.on_first(create_token)
-    blind = [rank for rank, sees_it in enumerate(ranks.agree((folder / token).exists)) if not sees_it]
+    blind = [rank for rank, sees_it in enumerate(ranks.on_all((folder / token).exists)) if not sees_it]
     ranks.on_first((folder / token).unlink)
     if blind:
         raise ValueError(
-            f"{folder} is not the same folder for all ranks: what rank 0 writes there is not seen by "
-            f"{', '.join(map(str, blind))}; let {flag} lie on a file system that all hosts share"
+            f"{folder} is not the same folder for all ranks: a file of rank 0 is not seen by rank "
+            f"{', '.join(map(str, blind))}; choose a {flag} on a file system that all hosts share"
         )

@@ -1,4 +1,4 @@
-"""The Python stack of a rank that may hang: its innermost line, and if it waits for other ranks."""
+"""The Python stack of a rank that may hang: the line that it executes, and whether it waits for other ranks."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ COMMUNICATION = (
 """Files whose functions communicate."""
 
 CALLED_BY_COMMUNICATION = re.compile("/torch/|/armillary/core/|/armillary/train/runtime/")
-"""Matches files of functions that a wait or an exchange may call: torch's ops, `compat`, backends written in Python."""
+"""Matches files whose functions communication may call: torch's ops, `compat`, backends written in Python."""
 
 BLOCKING_READS = frozenset(
     ("item", "tolist", "cpu", "numpy", "synchronize", "_cuda_synchronize", "_accelerator_synchronizeDevice")
 )
-"""Functions of torch in which the host waits for the device, and so for collectives on the device."""
+"""Functions of torch in which the host waits for the device, and so for collectives that run there."""
 
 
 def current_stack() -> StackSummary:
-    """Returns the stack of the thread that the main thread depends on, outermost line first.
+    """Returns the stack of the main thread, or of the thread that the main thread waits for, outermost line first.
 
-    It is the main thread itself, or the thread that the main thread waits for: one that it joins, for example while a
-    checkpoint is saved, or autograd's device thread, which runs the backward pass on CUDA.
+    The main thread may wait for a thread that it joins, for example while a checkpoint is saved, or for autograd's
+    device thread, which runs the backward pass on CUDA.
     """
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.pop(threading.main_thread().ident or 0)
@@ -48,21 +48,26 @@ def current_stack() -> StackSummary:
 
 
 def awaited_thread(frame: FrameType, frames: dict[int, FrameType]) -> int | None:
-    """Returns the id of the thread, one of `frames`, that the thread of `frame` waits for; None if there is none."""
+    """Returns the id of the thread that the thread of `frame` waits for; None if it waits for none.
+
+    Args:
+        frame: innermost frame of a thread.
+        frames: innermost frames of the other threads, by thread id.
+    """
     if (thread := joined_thread(frame)) is not None:
         return thread.ident if thread.ident in frames else None
     if frame.f_code.co_name != "_engine_run_backward":
         return None
-    # Python did not start autograd's threads, so `threading` knows them at most as dummies.
+    # Autograd's threads are started by C++. `threading` has a dummy thread for them, or none.
     dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
     python_threads = {thread.ident for thread in threading.enumerate() if not isinstance(thread, dummy)}
     autograd = [ident for ident in frames if ident not in python_threads]
-    # There is one for each device. The one that runs code of these packages is in the middle of backward.
+    # Autograd has a thread for each device. The one that runs code of our packages is in the middle of backward.
     return max(autograd, key=lambda ident: runs_packages(frames[ident]), default=None)
 
 
 def joined_thread(frame: FrameType | None) -> threading.Thread | None:
-    """Returns the thread that a frame joins: `Thread.join` is among its innermost calls in the standard library."""
+    """Returns the thread that `frame` waits for in `Thread.join`, which may have called other functions; or None."""
     while frame is not None and in_standard_library(frame.f_code.co_filename):
         thread = frame.f_locals.get("self")
         if frame.f_code.co_name == "join" and isinstance(thread, threading.Thread):
@@ -72,14 +77,14 @@ def joined_thread(frame: FrameType | None) -> threading.Thread | None:
 
 
 def runs_packages(frame: FrameType) -> bool:
-    """Returns True if a function of these packages is on the stack of `frame`."""
+    """Returns True if a function of our packages is on the stack of `frame`."""
     return any(PACKAGES in caller.f_code.co_filename for caller, _ in traceback.walk_stack(frame))
 
 
 def stack_of(frame: FrameType) -> StackSummary:
-    """Returns the stack of `frame`, outermost line first, each with the columns of the expression being evaluated.
+    """Returns the stack of `frame`, outermost line first. Each line has the columns of the expression being evaluated.
 
-    `traceback.extract_stack` leaves the columns out.
+    `traceback.extract_stack` would leave the columns out.
     """
     summaries: list[FrameSummary] = []
     for caller, line in traceback.walk_stack(frame):
@@ -93,12 +98,12 @@ def stack_of(frame: FrameType) -> StackSummary:
 
 
 def in_standard_library(file: str) -> bool:
-    """Returns True for a file of Python's standard library, whose lines show a wait but not its reason."""
+    """Returns True for a file of Python's standard library. Its lines show that a thread waits, but not why."""
     return file.startswith(STANDARD_LIBRARY) and not {"site-packages", "dist-packages"} & set(Path(file).parts)
 
 
 def location_of(stack: StackSummary) -> str:
-    """Returns the innermost line outside of the standard library, and the innermost one outside of torch."""
+    """Returns text with the innermost line outside of the standard library, and the line that called torch, if any."""
     lines = [line for line in stack if not in_standard_library(line.filename)] or list(stack)
     inner = lines[-1]
     caller = next((line for line in reversed(lines) if "/torch/" not in line.filename), inner)
@@ -110,17 +115,20 @@ def describe(line: FrameSummary) -> str:
 
 
 def communicates(stack: StackSummary) -> bool:
-    """Returns True if the innermost lines of a stack belong to communication or to functions that it calls."""
+    """Returns True if a stack ends in a function that communicates, or in functions that such a function calls."""
     return any(line.filename.endswith(COMMUNICATION) for line in innermost(stack))
 
 
 def waits(stack: StackSummary) -> bool:
-    """Returns True if a stack ends in communication, or in a call in which the host waits for the device."""
+    """Returns True if a stack ends in communication, or in a function in which the host waits for the device."""
     return communicates(stack) or any(called_function(line) in BLOCKING_READS for line in innermost(stack))
 
 
 def innermost(stack: StackSummary) -> list[FrameSummary]:
-    """Returns the lines of functions that communication may call, innermost first, and the line that called those."""
+    """Returns the innermost lines of a stack, innermost first, up to the first line in other files than these.
+
+    These are the files whose functions communication may call, and those of the standard library.
+    """
     lines: list[FrameSummary] = []
     for line in reversed(stack):
         lines.append(line)
@@ -133,13 +141,13 @@ def called_function(line: FrameSummary) -> str | None:
     """Returns the name of the function or method that a line is calling; None if its source does not show a call."""
     if line.lineno is None or line.end_lineno is None or line.colno is None or line.end_colno is None:
         return None
-    # Encoded, because columns count bytes.
+    # Encoded, because columns are counted in UTF-8 bytes.
     source = [linecache.getline(line.filename, number).encode() for number in range(line.lineno, line.end_lineno + 1)]
     # The end is cut first: if the expression is on one line, cutting its start first would shift the end.
     source[-1] = source[-1][: line.end_colno]
     source[0] = source[0][line.colno :]
     try:
-        # Parentheses, so that an expression over several lines parses.
+        # In parentheses an expression may extend over several lines.
         expression = ast.parse(b"(" + b"".join(source) + b")", mode="eval").body
     except SyntaxError:
         return None

@@ -1,4 +1,4 @@
-"""A signal that ends training before the last step."""
+"""Signals that end training before the last step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 class StopSignal:
     """Context manager that handles SIGTERM and SIGUSR1: training ends on all ranks after the current step.
 
-    Blocks may be nested; a signal in the outer block counts in the inner one. Further signals change nothing, so that
-    the last checkpoint is written completely. Python delivers signals to its main thread, so a block in another thread
-    handles none.
+    One object's blocks may be nested: a signal that arrived in the outer block counts in the inner one. Further signals
+    have no effect, so that the last checkpoint is written completely. Python handles signals in its main thread only;
+    a block in another thread does nothing.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -34,14 +34,15 @@ class StopSignal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._previous.pop().items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set by Python
+            # The handler is None if it was not installed from Python.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
 
     def is_requested(self, device: torch.device) -> bool:
         """Returns True on every rank if any rank has received a signal. Collective."""
-        # A signal may reach ranks during different steps. The all-reduce lets them all stop after the same step.
+        # A signal may reach ranks during different steps. After the all-reduce all of them stop after the same step.
         count = torch.tensor(float(self.received), device=device)
         dist.all_reduce(count)
         return count.item() > 0

@@ -1,8 +1,8 @@
 """A thread that detects a hung run, names the missing ranks and ends the process.
 
 A rank that waits in a collective cannot be interrupted. So each rank has a thread that posts heartbeats in the store of
-the rendezvous, and raises an alarm when a step takes too long. After an alarm, every live rank posts its state; then
-each thread names the missing ranks, those that the others wait for (dead or hung), and ends its process.
+the rendezvous, and raises an alarm when a step takes too long. After an alarm, the thread of every live rank posts the
+rank's state, prints the missing ranks (dead or hung: the others wait for them), and ends the process.
 """
 
 from __future__ import annotations
@@ -37,40 +37,41 @@ SLOW_PHASE_FACTOR = 5
 """Factor on the time-out of a step, for the first step and for phases other than training."""
 
 GRACE = 20.0
-"""Seconds that other threads, such as one that saves, may continue after training has failed."""
+"""Seconds for which the process continues after training has failed, or after the store is gone."""
 
 
 class Watchdog:
     """Context manager that ends a hung run: detects missing ranks, dumps their stacks and exits.
 
-    `start_phase` sets the time that the current work may take. When it takes longer, or another rank raises the alarm,
-    every live rank prints the missing ranks, writes the stacks of all its threads to `folder`/rank-N.txt and ends its
-    process with exit code 1. An error that leaves the block is printed in one line with rank and step; if communication
-    raised it, the missing ranks are printed too. If they had been named before, a TimeoutError with their names
-    replaces the error.
+    `start_phase` begins a phase and sets the time that it may take. If the phase takes longer on any rank, every live
+    rank prints the missing ranks, writes the stacks of all its threads to `folder`/rank-N.txt and ends its process with
+    exit code 1.
 
-    The process ends at once when its launcher has died. When the store is gone, it ends after `GRACE` seconds unless
-    training ends first.
+    An error that leaves the block is printed in one line with rank and step. If communication raised the error, the
+    missing ranks are printed too. If they have been printed before, a TimeoutError that names them replaces the error.
 
-    Outside of a `with` block only `start_phase` has an effect, and no thread runs.
+    The process ends at once if its launcher has died, and after `GRACE` seconds if the store is gone and training has
+    not ended by then.
+
+    Outside of a `with` block no thread runs, and `start_phase` only notes the phase.
 
     Args:
         limit: seconds that a step of training may take.
-        flag: the setting of this limit, for messages.
+        flag: the flag that sets `limit`, with its value, for messages.
         folder: folder for stack dumps.
         program: name of the command, for messages.
     """
 
     def __init__(self, limit: float, flag: str, folder: Path, program: str) -> None:
         self.limit, self.flag, self.folder, self.program = limit, flag, folder, program
-        # Written by the training thread, read by the watchdog's thread.
+        # The training thread writes these fields, the watchdog's thread reads them.
         self.step, self.phase, self.training_started = 0, "starting", False
         self._phase_limit, self._phase_start = SLOW_PHASE_FACTOR * self.limit, time.monotonic()
-        self._failure: str | None = None  # an error of this rank itself, posted with its heartbeat
+        self._failure: str | None = None  # error that this rank itself caused; its heartbeat carries it
         self._alarm: str | None = None  # this rank's reason to raise the alarm
-        self._hang: str | None = None  # the diagnosis after an alarm, with the missing ranks
-        self._failing = False  # an error is leaving the block
-        self._ended = False  # the block was left without an error
+        self._hang: str | None = None  # diagnosis after an alarm, with the missing ranks
+        self._failing = False  # True once an error is leaving the block
+        self._ended = False  # True once the block was left without an error
         self._launcher = Launcher()
         self._wake = threading.Event()  # ends the thread's pause between heartbeats
         self._reported = threading.Event()  # the thread has posted the error, or printed the diagnosis
@@ -94,8 +95,8 @@ class Watchdog:
     ) -> None:
         if isinstance(error, Exception):
             self._report(error)
-            # After a diagnosed hang the peers exit. A communication error is then only a consequence, and the
-            # diagnosis, which names the missing ranks, is the cause to raise.
+            # After an alarm the peers exit, which makes communication fail here. The cause to raise is the diagnosis,
+            # which names the missing ranks.
             if self._hang is not None and caused_by_peers(error):
                 raise TimeoutError(self._hang) from error
         else:
@@ -105,10 +106,10 @@ class Watchdog:
 
     @contextmanager
     def reporting(self) -> Generator[None]:
-        """Context manager that reports an error to all ranks at once, before any enclosing block handles it.
+        """Context manager that reports an error to all ranks before the exits of enclosing blocks run.
 
-        Use it inside of blocks whose exit waits for a thread or for other ranks. If these never answer, the wait would
-        otherwise keep the error from being reported. Does nothing outside of the watchdog's block.
+        Use it inside of a block whose exit waits for a thread or for other ranks: without it, the error would be
+        reported only after that wait, which may never end. Does nothing if the watchdog's thread is not running.
         """
         try:
             yield
@@ -118,12 +119,12 @@ class Watchdog:
             raise
 
     def _report(self, error: Exception) -> None:
-        """Posts the first error of this rank, or raises the alarm if missing ranks caused it. The process ends soon."""
+        """Posts the first error of this rank, or raises the alarm if other ranks caused it. Ignores later ones."""
         if self._failing:
             return
         failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         self._failing = True
-        # Before training starts, the command itself prints refusals, such as an invalid setting.
+        # The command prints errors that refuse a run before training starts, such as an invalid setting.
         if self.training_started or not isinstance(error, REFUSALS) or caused_by_peers(error):
             self._print(f"failed in {self._heartbeat().position}: {failure}")
         if caused_by_peers(error):
@@ -131,11 +132,11 @@ class Watchdog:
         else:
             self._failure = failure
         self._wake.set()
-        # Waits until the thread has posted the error, or has gathered the states of all ranks and printed the missing.
+        # Waits until the thread has posted the error, or has printed the missing ranks.
         self._reported.wait(4 * SILENCE)
 
     def _watch(self) -> None:
-        """The thread: posts heartbeats until training ends or a rank raises the alarm."""
+        """Runs in the thread. Posts heartbeats until training ends or a rank raises the alarm; ends a hung process."""
         try:
             reason = self._wait_for_alarm()
             if reason is not None:
@@ -147,7 +148,7 @@ class Watchdog:
             self._end()
 
     def _wait_without_store(self, error: RuntimeError) -> None:
-        """Gives training `GRACE` seconds to end: the process with the store, a launcher or a rank, has ended."""
+        """Gives training `GRACE` seconds to end. The process that hosted the store, a launcher or a rank, is gone."""
         end = time.monotonic() + GRACE
         while not (self._ended or self._failing) and time.monotonic() < end:
             self._end_without_launcher()
@@ -156,7 +157,7 @@ class Watchdog:
             self._print(f"the store of the rendezvous is gone: {one_line(str(error))}")
 
     def _end_without_launcher(self) -> None:
-        """Ends the process if its launcher has died: a restart would find it holding the device."""
+        """Ends the process if its launcher has died, since it would still use the device when the run is restarted."""
         if self._launcher.has_exited:
             position, launcher = self._heartbeat().position, self._launcher.pid
             self._print(f"ends in {position}: torchrun (process {launcher}), which started this rank, is gone")
@@ -183,17 +184,17 @@ class Watchdog:
 
     def _diagnose(self, reason: str) -> list[str]:
         """Posts this rank's state, waits for all ranks' states, and returns lines that name the missing ranks."""
-        # 1. This rank's state: the line it executes, whether that waits for others, and its collectives so far.
+        # 1. This rank's state: the line that the main thread executes, whether it waits, and the operations so far.
         stack, calls = current_stack(), recorded_calls()
         is_waiting = self._failing or waits(stack) or any(call.running for call in calls.values())
         self._heartbeats.post(
             Heartbeat(self.step, self.phase, location=location_of(stack), waits=is_waiting, calls=calls)
         )
-        # 2. Every rank applies the same rules to all states, and names the same missing ranks.
+        # 2. Every rank applies the same rules to the states of all ranks, and so names the same missing ranks.
         beats, silent = self._heartbeats.gather()
         missing_lines = [f"missing: rank {rank}: {reason}" for rank, reason in missing_ranks(beats, silent).items()]
         lines = [reason, *(missing_lines or ["no rank is missing: all wait for each other"])]
-        if not self._failing:  # a rank that raised an error exits with that error instead
+        if not self._failing:  # a rank that is raising an error exits with that error instead
             self._hang = "; ".join(lines)
             record_for_torchrun(self._hang)
         return [*lines, self._write(lines, beats)]
@@ -212,21 +213,23 @@ class Watchdog:
         return f"stacks of this rank: {path}"
 
     def _end(self) -> None:
-        """Ends a process whose training hangs, or has failed while another thread keeps the process alive."""
-        time.sleep(SILENCE / 2)  # training may still raise an error here, because of the same missing rank
+        """Ends the process if training hangs, or if it has failed and another thread keeps the process alive."""
+        # Training may still raise an error here because of the same missing rank, and exit by itself.
+        time.sleep(SILENCE / 2)
         if self._ended:
             return
         if self._failing:
+            # The main thread handles the error, and other threads, such as one that saves, get time to end.
             threading.main_thread().join()
             time.sleep(GRACE)
         with suppress(OSError):
             sys.stdout.flush()
-        # `sys.exit` would only end this thread, and could not interrupt a main thread that waits in a collective.
+        # `sys.exit` would end only this thread; a main thread that waits in a collective cannot be interrupted.
         os._exit(1)
 
     def _print(self, *lines: str) -> None:
         rank = self._heartbeats.rank
-        with suppress(OSError):  # the reader of this process's output may be gone
+        with suppress(OSError):  # the process that reads this output may be gone
             sys.stderr.write("".join(f"[rank {rank}] {self.program}: {line}\n" for line in lines))
             sys.stderr.flush()
 
@@ -234,35 +237,35 @@ class Watchdog:
 def record_for_torchrun(reason: str) -> None:
     """Records the reason as torchrun's root cause of the failure."""
     try:
-        raise TimeoutError(reason)  # record_exception reads the traceback of the exception that is being handled
+        raise TimeoutError(reason)  # raised because `record_exception` reads the traceback of the current exception
     except TimeoutError as error:
         get_error_handler().record_exception(error)
 
 
 def caused_by_peers(error: Exception) -> bool:
     """Returns True if communication raised the error because another rank is gone or late."""
-    if isinstance(error, torch.AcceleratorError):  # a kernel of this rank failed, even if a collective noticed it
+    if isinstance(error, torch.AcceleratorError):  # a kernel of this rank failed, even if a collective raised its error
         return False
-    inside = isinstance(error, RuntimeError) and communicates(traceback.extract_tb(error.__traceback__))
-    return inside or isinstance(error, (TimeoutError, dist.DistError))
+    in_communication = isinstance(error, RuntimeError) and communicates(traceback.extract_tb(error.__traceback__))
+    return in_communication or isinstance(error, (TimeoutError, dist.DistError))
 
 
 class Heartbeats:
-    """The heartbeats of all ranks, in the store of the process group. Calls raise a RuntimeError if the store is gone.
+    """The heartbeats of all ranks, in the store of the process group. Methods raise RuntimeError if the store is gone.
 
     Not thread-safe.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank, self.ranks = rank, ranks
-        # A clone has its own connection. Training may wait on the default store's connection and lock it meanwhile.
+        # A clone has a connection of its own: a training thread that waits on the store locks the default connection.
         self._store = dist.PrefixStore("armillary/watchdog", compat.default_store().clone())
         self._store.set_timeout(timedelta(seconds=3 * SILENCE))
         self._count = 0
 
     def post(self, beat: Heartbeat) -> None:
         """Replaces this rank's heartbeat."""
-        self._count += 1  # so that the text changes with every heartbeat
+        self._count += 1  # makes every post different, as `gather` expects
         self._store.set(f"rank-{self.rank}", f"{self._count} {beat.text()}")
 
     def alarm(self, reason: str | None) -> str | None:
@@ -275,8 +278,8 @@ class Heartbeats:
     def gather(self) -> tuple[dict[int, Heartbeat | None], set[int]]:
         """Waits until every rank has posted its state or is silent; returns all heartbeats and the silent ranks."""
         posts = dict.fromkeys(range(self.ranks), "")
-        # A post counts from when this rank saw it change: clocks of other hosts are not compared.
-        since = dict.fromkeys(posts, time.monotonic())
+        # When this rank last saw a post change. Posts carry no time, because clocks of hosts differ.
+        last_change = dict.fromkeys(posts, time.monotonic())
         awaited_ranks, silent, end = set(posts), set[int](), time.monotonic() + 3 * SILENCE
         while awaited_ranks and time.monotonic() < end:
             for rank in sorted(awaited_ranks):
@@ -284,10 +287,10 @@ class Heartbeats:
                 # `get` of a missing key would block until the time-out, hence `check`.
                 post = self._store.get(key).decode() if self._store.check([key]) else ""
                 if post != posts[rank]:
-                    posts[rank], since[rank] = post, now
+                    posts[rank], last_change[rank] = post, now
                 if (beat := parse_post(post)) is not None and (beat.location or beat.failure):
                     awaited_ranks.discard(rank)
-                elif now - since[rank] > SILENCE:
+                elif now - last_change[rank] > SILENCE:
                     awaited_ranks.discard(rank)
                     silent.add(rank)
             time.sleep(0.05)
