@@ -354,11 +354,7 @@ def test_an_incompatible_checkpoint_is_refused_on_every_rank_and_nothing_changes
         assert (tmp_path / "run/config.json").read_bytes() == written
     configs = [at(config, tmp_path / "one"), at(config, tmp_path / "two")]
     for messages in worlds(2).run(refusal, configs):
-<<<<<<< HEAD
         assert re.search("folder.*rank 0 .*1", messages)
-=======
-        assert "not the same folder for all ranks: a file of rank 0 is not seen by rank 1; choose a" in messages
->>>>>>> 6a078e7f (train: say plainly what modules do; rename Ranks.agree and others)
     os.truncate(place / "rank-1.safetensors", 7)
     for messages in worlds(2).run(refusal, [config]):
         assert re.search(f"{place.parent} .*step-2: manifest.json ", messages)
