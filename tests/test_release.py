@@ -36,7 +36,7 @@ def test_readme_has_installation_and_is_self_contained(package):
     links = re.findall(r"\]\(([^)]*)\)", readme)
     assert [link for link in links if not re.match("https?://|#", link)] == []
     named = set(re.findall(r"\b(docs|examples|benchmarks)/", readme))
-    assert all(re.search(f"`{folder}/`[^.]* of the repository", readme, re.DOTALL) for folder in named)
+    assert all(re.search(rf"`{folder}/`[^.]* of the\s+repository", readme, re.DOTALL) for folder in named)
 
 
 def test_every_package_requires_numpy():
