@@ -22,8 +22,7 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
         pretrained: folder of the model; its tokenizer reads text, if it has one.
 
     Raises:
-        ValueError: a path is unreadable, incomplete or without text, or a store has bytes as tokens and the pretrained
-            model a tokenizer.
+        ValueError: a path is unreadable, incomplete or without text, or its tokens are not the pretrained model's.
     """
     if config.task is not None:
         return []
@@ -69,10 +68,7 @@ def load_rows(
     check_length(stores, length)
     trees = [store for store in stores if store.trees is not None]
     if trees and config.data.packing == "greedy":
-        raise ValueError(
-            f"--data.packing greedy cuts documents, and {trees[0].name} holds trees, which are not cut; set "
-            "--data.packing best_fit"
-        )
+        raise ValueError(f"--data.packing greedy cuts documents, but {trees[0].name} holds trees; set best_fit")
 
     # A balanced layout gives each rank the same number of visible pairs, which depends on the documents of the batch.
     def balanced_layout(documents: Documents, parents: Parents | None = None) -> SequenceLayout:

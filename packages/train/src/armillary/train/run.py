@@ -23,8 +23,7 @@ class Run:
 
     Args:
         data: axis of all ranks that hold different tokens of a step; losses and label counts are summed over it.
-        mesh: mesh on which your own code can make DTensors of a batch (`models.dtensors.tokens_dtensor`). The trainer
-            passes local tensors to the model.
+        mesh: for your own DTensors of a batch (`models.dtensors.tokens_dtensor`). The trainer uses local tensors.
         training: yields this rank's micro-batches, one after the other.
         validation: micro-batches of held-out rows.
         tasks: held-out rows of each task of `validation.tasks`, by name.

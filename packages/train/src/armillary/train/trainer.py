@@ -63,8 +63,7 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
 
     Args:
         stop: a signal handler that is installed already; by default one is installed here.
-        watchdog: a watchdog in whose `with` block this runs. By default no watchdog runs, and a hang ends when a
-            collective times out.
+        watchdog: a watchdog in whose `with` block this runs; without one, a hang ends when a collective times out.
     """
     config, steps = run.config, run.config.train.steps
     watchdog = watchdog or watchdog_of(config)

@@ -20,8 +20,7 @@ from armillary.train.step import forward, local_loss, sum_over_ranks
 def validate(run: Run) -> dict[str, float]:
     """Returns "loss", the mean over all labelled tokens of held-out rows, and the accuracy on each task by its name.
 
-    Reads the first held-out rows of the text and of each task: the same rows at every call, on every mesh and with any
-    accumulation.
+    Reads the first held-out rows of the text and of each task: the same at every call, mesh and accumulation.
     """
 
     def count_answers(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -33,6 +33,7 @@ def check(config: Config) -> None:
             f"--model.dim {config.model.dim} is not a multiple of --model.heads {config.model.heads}; "
             "make it one, or set --model.head-dim"
         )
+    # The model's own checks. They do not depend on the vocabulary, which may be known only once the data are open.
     model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
 
 
@@ -67,6 +68,7 @@ def check_parallel(config: Config) -> None:
             f"--parallel.cp {parallel.cp} is split into ring and ulysses; give either it, or --parallel.ring and "
             "--parallel.ulysses (none: not given)"
         )
+    # Axes that are not given may still get ranks; then the layout refuses a sequence that is too short for them.
     shards = parallel.cp or (parallel.ring or 1) * (parallel.ulysses or 1)
     if length < shards:
         raise ValueError(

@@ -36,14 +36,17 @@ def find_source(path: Path, step: int | None) -> ModelSource:
     """
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such folder; give the output folder of a run, or a Hugging Face folder")
+    # 1. One checkpoint of a run.
     step_name = COMPLETE.fullmatch(path.name)
     if step_name and (path / "manifest.json").exists():
         if step not in (None, int(step_name[1])):
             raise ValueError(f"--step {step}: {path} is step {step_name[1]}; give the run's output folder")
         # The path is OUTPUT/checkpoint/step-N.
         return ModelSource(path.resolve().parent.parent, CheckpointFolder(path.parent), int(step_name[1]))
+    # 2. The output folder of a run.
     if (path / "checkpoint").is_dir():
         return ModelSource(path, check_steps(CheckpointFolder(path / "checkpoint"), step), step)
+    # 3. A folder with a config.json, which Hugging Face and our runs write with different fields.
     config = read_json(path / CONFIG) if (path / CONFIG).is_file() else {}
     if "model_type" in config:
         if step is not None:
@@ -95,6 +98,7 @@ def tokenizer_of_run(folder: Path, begin: str | None) -> TwoWayTokenizer | None:
     data, model = (config.get(name) or {} for name in ("data", "model"))
     if not isinstance(data, dict) or not isinstance(model, dict):
         raise ValueError(f"{folder / CONFIG}: data={data!r} and model={model!r} must be objects")
+    # A pretrained folder's tokenizer comes first, because the run tokenizes text with it.
     data, model = cast(dict[str, Any], data), cast(dict[str, Any], model)
     pretrained, paths = model.get("pretrained"), data.get("path") or []
     if isinstance(pretrained, str) and has_tokenizer(Path(pretrained)):

@@ -52,6 +52,7 @@ def plot_runs(folders: Sequence[Path], path: Path) -> Path:
     if not runs:
         raise ValueError("no run to draw; give at least one output folder")
     with picture(path, (9, 6.5), "armillary-train") as figure:
+        # Above, the losses of all runs; below, gradient norms, with learning rates on an axis at the right.
         loss, norms = figure.subplots(2, sharex=True, height_ratios=[3, 1])
         rates = norms.twinx()
         for i, run in enumerate(runs):
@@ -107,7 +108,7 @@ def read_curves(folder: Path) -> Curves:
     for record in journal.read(path):
         try:
             _add(curves, record)
-        except (TypeError, ValueError, LookupError, AttributeError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError) as error:  # a field is missing or of another type
             raise ValueError(f"{path}: the line {record} is no report of a run") from error
     if not curves.steps:
         raise ValueError(f"{path} has no step yet")
