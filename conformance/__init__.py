@@ -25,7 +25,7 @@ from conformance.case import GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, Case
 from conformance.check import attend_nothing, check, errors
 from conformance.compositions import METHODS, Composition, compositions
 from conformance.draw import Trial, drawn
-from conformance.limits import FLASH_FACTOR, LIMITS, LSE_LIMIT, TensorError
+from conformance.limits import FLASH_FACTOR, LIMITS, LSE_LIMIT, ErrorAndLimit
 from conformance.sample import DTYPES, HEADS, KEYS, LENGTHS, cases, product_cases
 from conformance.sample_masks import MASKS, with_every_kind
 
@@ -47,7 +47,7 @@ __all__ = [
     "Case",
     "Composition",
     "ConformingMethod",
-    "TensorError",
+    "ErrorAndLimit",
     "Trial",
     "attend_nothing",
     "cases",

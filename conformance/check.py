@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from conformance.calling import CaseCall, ConformingMethod
 from conformance.case import Case
-from conformance.limits import TensorError, judge
+from conformance.limits import ErrorAndLimit, judge
 from conformance.memory import lay_out
 from conformance.placing import Placing
 from conformance.tensors import CasePart, CaseSharding, inputs
@@ -48,7 +48,7 @@ def check(
 
 def errors(
     attend: ConformingMethod, case: Case, *, device: str | torch.device = "cpu", dtensor_mesh: DeviceMesh | None = None
-) -> dict[str, TensorError]:
+) -> dict[str, ErrorAndLimit]:
     """Returns the errors and limits of out, lse and the needed gradients, joined from all shards.
 
     Errors are relative to the norm of the oracle's tensor; a NaN or an infinity makes them infinite. All ranks of the
@@ -67,7 +67,7 @@ def errors(
     results = _gather_on_last(_run_twice(CaseCall(attend, case, sharding, placing), device))
     # The last rank judges all cases. It takes part in each, because methods run on the last ranks of the world.
     # Groups of ranks that run the method independently have different cases, all of which it judges.
-    verdicts: list[tuple[Case, dict[str, TensorError] | str]] = []
+    verdicts: list[tuple[Case, dict[str, ErrorAndLimit] | str]] = []
     for judged in dict.fromkeys(result.case for result in results if result is not None):
         judged_sharding = CaseSharding.of(attend, judged, *Placing(judged, dtensor_mesh).sizes())
         verdicts.append((judged, _judge_results(judged, judged_sharding, results)))
@@ -103,7 +103,7 @@ def _broadcast_from_last(value: Any) -> Any:
 
 def _judge_results(
     case: Case, sharding: CaseSharding, results: Sequence[RankResult | None]
-) -> dict[str, TensorError] | str:
+) -> dict[str, ErrorAndLimit] | str:
     """Returns the errors of the joined tensors, or a complaint."""
     case_results = [result for result in results if result is not None and result.case == case]
     if complaints := sorted({result.complaint for result in case_results if result.complaint}):

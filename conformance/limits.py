@@ -28,7 +28,7 @@ DRAWS = 8
 tensors: on tensors of a few numbers flash attention is sometimes exact by chance."""
 
 
-class TensorError(NamedTuple):
+class ErrorAndLimit(NamedTuple):
     """Error and limit of one tensor, relative to its norm."""
 
     error: float
@@ -42,7 +42,7 @@ class TensorError(NamedTuple):
         return self.error / self.limit if self.limit else float("inf")
 
 
-def judge(case: Case, results: Mapping[str, Tensor]) -> dict[str, TensorError]:
+def judge(case: Case, results: Mapping[str, Tensor]) -> dict[str, ErrorAndLimit]:
     """Compares global results with the oracle.
 
     Errors are relative to the norm of the tensor. If one is too large, they are relative to the norm of the terms whose
@@ -58,10 +58,10 @@ def judge(case: Case, results: Mapping[str, Tensor]) -> dict[str, TensorError]:
 
 def _judge(
     case: Case, results: Mapping[str, Tensor], floors: Mapping[str, float], draws: int
-) -> dict[str, TensorError]:
+) -> dict[str, ErrorAndLimit]:
     exact, allowed = expected(case), limits(case, floors, draws)
     return {
-        name: TensorError(relative_error(x, exact[name], floors.get(name, 0.0)), allowed[name])
+        name: ErrorAndLimit(relative_error(x, exact[name], floors.get(name, 0.0)), allowed[name])
         for name, x in results.items()
     }
 

@@ -15,7 +15,7 @@ from contender import Contender
 from setting import Setting
 
 from armillary.core.testing import RankFailed, World
-from conformance import LIMITS, TensorError, errors
+from conformance import LIMITS, ErrorAndLimit, errors
 from conformance.run import error_line_of
 
 PATIENCE = 120.0
@@ -37,7 +37,7 @@ class Outcome:
     @property
     def worst(self) -> float:
         """The largest error as a fraction of its limit."""
-        return max((TensorError(*each).fraction for each in self.errors.values()), default=0.0)
+        return max((ErrorAndLimit(*each).fraction for each in self.errors.values()), default=0.0)
 
 
 def run(cls: type[Contender], settings: Sequence[Setting], patience: float = PATIENCE) -> Iterator[Outcome]:
@@ -105,7 +105,7 @@ def judge_setting(cls: type[Contender], setting: Setting) -> Outcome:
     return Outcome(str(setting), verdict(list(off.values())), measured)
 
 
-def verdict(off: Sequence[TensorError]) -> str:
+def verdict(off: Sequence[ErrorAndLimit]) -> str:
     """Returns "right", "rough" or "wrong" for all tensors."""
     if all(each.fraction <= 1 for each in off):
         return "right"

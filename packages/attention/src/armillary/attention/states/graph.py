@@ -52,7 +52,7 @@ class ScanKey(NamedTuple):
         )
         return RECURRENCES[self.layer].checked_call(options, *inputs, initial_state=initial_state)
 
-    def results_like(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def empty_results(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Returns empty tensors with the shapes and dtype of the outputs and the final states."""
         recurrence, dtype = RECURRENCES[self.layer], state_dtype(inputs)
         values, keys = inputs[recurrence.values], inputs[recurrence.keys]
@@ -95,12 +95,12 @@ def _run_forward(
     return [*map(own_memory, (out, final)), final.new_empty(0) if gathered is None else own_memory(gathered)]
 
 
-def _forward_like(
+def _fake_forward(
     inputs: list[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None, *key: Any
 ) -> list[Tensor]:
     """Returns empty results of `_run_forward`, for tracing."""
     scan_key = ScanKey(*key)
-    out, final = scan_key.results_like(inputs)
+    out, final = scan_key.empty_results(inputs)
     layout = read_layout(scan_key.layout)
     is_local = layout is None or layout.shards == 1
     return [out, final, final.new_empty(0 if is_local else torch.library.get_ctx().new_dynamic_size())]
@@ -127,7 +127,7 @@ def _run_backward(
     ]
 
 
-def _backward_like(
+def _fake_backward(
     grads: list[Tensor],
     inputs: list[Tensor],
     initial_state: Tensor | None,
@@ -152,14 +152,14 @@ def _scan_with_autograd(
 _scan = compat.define_op(
     f"state_scan(Tensor[] inputs, Tensor? initial_state, Tensor? mask_numbers, {KEY_SCHEMA}) -> Tensor[]",
     _run_forward,
-    _forward_like,
+    _fake_forward,
     _scan_with_autograd,
 )
 _scan_backward = compat.define_op(
     "state_scan_backward(Tensor[] grads, Tensor[] inputs, Tensor? initial_state, Tensor gathered, "
     f"Tensor? mask_numbers, {KEY_SCHEMA}) -> Tensor[]",
     _run_backward,
-    _backward_like,
+    _fake_backward,
 )
 
 
@@ -183,7 +183,7 @@ class _TracedScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         mask_numbers, initial_state, gathered, *inputs = ctx.saved_tensors
-        results = ctx.key.results_like(inputs)
+        results = ctx.key.empty_results(inputs)
         grads = [
             torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grad_outputs[:2], strict=True)
         ]

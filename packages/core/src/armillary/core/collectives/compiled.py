@@ -48,11 +48,11 @@ def _scatter(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim:
         return own_memory(start_reduce_scatter(x, axis_of(name, group, x), sizes, dim).wait())
 
 
-def _gather_like(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+def _fake_gather(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     return x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
 
 
-def _scatter_like(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
+def _fake_scatter(x: Tensor, name: str, group: str, sizes: list[int], rank: int, dim: int, backward: bool) -> Tensor:
     return x.new_empty((*x.shape[:dim], sizes[rank], *x.shape[dim + 1 :]))
 
 
@@ -80,9 +80,9 @@ def _scatter_differentiably(x: Tensor, *call: Any) -> Tensor:
 
 # The argument `backward` tells the ledger the phase: a graph cannot enter the context manager `phase`.
 CALL = "Tensor x, str name, str group, SymInt[] sizes, SymInt rank, SymInt dim, bool backward"
-_all_gather = compat.define_op(f"all_gather({CALL}) -> Tensor", _gather, _gather_like, _gather_differentiably)
+_all_gather = compat.define_op(f"all_gather({CALL}) -> Tensor", _gather, _fake_gather, _gather_differentiably)
 _reduce_scatter = compat.define_op(
-    f"reduce_scatter({CALL}) -> Tensor", _scatter, _scatter_like, _scatter_differentiably
+    f"reduce_scatter({CALL}) -> Tensor", _scatter, _fake_scatter, _scatter_differentiably
 )
 
 

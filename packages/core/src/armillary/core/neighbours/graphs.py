@@ -113,7 +113,7 @@ def _run_return(grad: Tensor, dim: int, result_tokens: int, backward: bool, *key
     return own_memory(move.by_row(tokens, dim))
 
 
-def _move_like(x: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
+def _fake_move(x: Tensor, dim: int, result_tokens: int, backward: bool, *key: Any) -> Tensor:
     """Returns an empty tensor with the shape of the result of either op, for tracing."""
     dim = 0 if dim == FLAT else dim
     return x.new_empty((*x.shape[:dim], result_tokens, *x.shape[dim + 1 :]))
@@ -157,8 +157,8 @@ def _return_differentiably(grad: Tensor, dim: int, result_tokens: int, backward:
 
 
 _CALL = f"Tensor x, SymInt dim, SymInt result_tokens, bool backward, {KEY_SCHEMA}"
-_move = compat.define_op(f"move_tokens({_CALL}) -> Tensor", _run_move, _move_like, _move_differentiably)
-_return = compat.define_op(f"return_tokens({_CALL}) -> Tensor", _run_return, _move_like, _return_differentiably)
+_move = compat.define_op(f"move_tokens({_CALL}) -> Tensor", _run_move, _fake_move, _move_differentiably)
+_return = compat.define_op(f"return_tokens({_CALL}) -> Tensor", _run_return, _fake_move, _return_differentiably)
 
 
 # dynamo cannot trace the tables. It takes the result as a constant, so arguments and result must be plain values.
@@ -192,7 +192,7 @@ def _run_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> 
     return [own_memory(out.view(x.shape)), own_memory(runs.flatten(0, -2))]
 
 
-def _convolve_like(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> list[Tensor]:
+def _fake_convolve(x: Tensor, weight: Tensor, bias: Tensor | None, *key: Any) -> list[Tensor]:
     # The number of tokens in halos depends on the mask, which is a tensor without values while a graph is traced.
     return [x.new_empty(x.shape), x.new_empty((torch.library.get_ctx().new_dynamic_size(), x.shape[2]))]
 
@@ -214,7 +214,7 @@ def _run_convolve_backward(
     return [*map(own_memory, (dx, *dparameters))]
 
 
-def _convolve_backward_like(
+def _fake_convolve_backward(
     dout: Tensor, flat_runs: Tensor, weight: Tensor, bias: Tensor | None, *key: Any
 ) -> list[Tensor]:
     return [x.new_empty(x.shape) for x in (dout, weight, bias) if x is not None]
@@ -254,11 +254,11 @@ def _convolve_differentiably(x: Tensor, weight: Tensor, bias: Tensor | None, *ke
 _convolve = compat.define_op(
     f"short_convolution(Tensor x, Tensor weight, Tensor? bias, {KEY_SCHEMA}) -> Tensor[]",
     _run_convolve,
-    _convolve_like,
+    _fake_convolve,
     _convolve_differentiably,
 )
 _convolve_backward = compat.define_op(
     f"short_convolution_backward(Tensor dout, Tensor flat_runs, Tensor weight, Tensor? bias, {KEY_SCHEMA}) -> Tensor[]",
     _run_convolve_backward,
-    _convolve_backward_like,
+    _fake_convolve_backward,
 )
