@@ -20,9 +20,9 @@ from armillary.core.files import writing
 from armillary.core.slices import Integers, Slices
 
 CELLS = 192
-"""Maximum number of cells per side."""
+"""Maximum number of cells per side of a picture."""
 MIXED_CELLS = 64
-"""Maximum number if neighbouring positions are on different ranks: each cell then has pairs of all of them."""
+"""The maximum where neighbouring positions are on different ranks: a cell then mixes the colours of several ranks."""
 FORMATS = (".png", ".svg", ".pdf")
 
 
@@ -37,29 +37,31 @@ def draw_mask(
 ) -> Shares | None:
     """Draws the visible pairs of a mask; with a layout, also the positions and the computed pairs of each rank.
 
-    Beyond `CELLS` tokens a cell is a square of several pairs, and is fainter if fewer of them are visible.
+    In sequences of more than `CELLS` tokens a cell stands for several pairs. The fewer of them are visible, the fainter
+    it is.
 
     Args:
         length: tokens of the sequence.
         path: path of the picture, .png, .svg or .pdf.
         layout: layout over the sequence axis, with one shard for each of its ranks.
         method: a name of `build_attention`. The ranks of a head axis are shown as one.
-        row: row of the batch, if rows have masks of their own.
+        row: index of the row in the batch, for masks that differ between rows.
         options: options of the method, such as WallFacer's team.
 
     Returns:
-        The pairs of each rank and other numbers of the picture, if there is a layout.
+        The tokens and pairs of each rank, as drawn; None without a layout.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: a mask or layout of another length, a method that does not fit the layout, or another suffix.
+        ValueError: the mask or the layout has another length, the method does not fit the layout, or the suffix of
+            `path` is none of `FORMATS`.
         OSError: the file cannot be written.
     """
     path = check_path(Path(path))
     if layout is not None and layout.length != length:
         raise ValueError(f"the layout has {layout.length} tokens; the mask is drawn for {length}")
-    # Errors first: nothing is imported or drawn for a wrong mask.
-    mask.pairs(length, row)  # raises ValueError for another length
+    # Wrong arguments raise before matplotlib, which is slow, is imported.
+    mask.pairs(length, row)  # raises ValueError if the mask has another length
     rank_shares = None if layout is None else shares_of(mask, layout, method, row, options)
     Figure = import_matplotlib("figure").Figure
     mask, edges = mask.row(row), cell_edges(length, CELLS)
@@ -81,7 +83,7 @@ def draw_mask(
 
 
 def check_path(path: Path) -> Path:
-    """Returns the path; raises ValueError, before anything is computed, if no picture can be written there."""
+    """Returns the path. Raises ValueError for an unknown suffix, a path that is a folder, and a missing folder."""
     if path.suffix.lower() not in FORMATS:
         raise ValueError(f"{path}: pictures are {', '.join(FORMATS)}")
     if path.is_dir() or not path.parent.is_dir():
@@ -94,15 +96,15 @@ def draw_structure(axes: Any, mask: AttentionMask, edges: Integers) -> None:
     """Draws visible pairs, coloured by document, segment, chunk or slice."""
     length = int(edges[-1])
     slices, colors = mask.slices(length)[0], light_colors()
-    group = slice_groups(mask, slices) % len(colors)
-    counts = np.stack([count_pairs(slices[group == color], edges) for color in range(len(colors))])
+    slice_colors = color_numbers(mask, slices) % len(colors)  # colours repeat after the last one
+    counts = np.stack([count_pairs(slices[slice_colors == color], edges) for color in range(len(colors))])
     show_square(axes, blend(counts, cell_areas(edges), colors), edges)
     axes.set_title(f"visible pairs: {mask.pairs(length) / length**2:.1%} of all", fontsize=10)
 
 
-def slice_groups(mask: AttentionMask, slices: Slices) -> Integers:
-    """Returns the number of each slice's colour."""
-    if isinstance(mask.pattern, Tree):  # the segment of its keys
+def color_numbers(mask: AttentionMask, slices: Slices) -> Integers:
+    """Returns a colour number for each slice: slices of one document, segment, chunk or kind have the same number."""
+    if isinstance(mask.pattern, Tree):  # the index of the segment that the slice's keys are in
         return np.searchsorted(np.array(mask.pattern.ends), slices[:, 2], side="right") - 1
     if isinstance(mask.pattern, ImageSpans):  # text, or an image
         return (slices[:, 4] > 0).astype(np.int64)
@@ -111,7 +113,7 @@ def slice_groups(mask: AttentionMask, slices: Slices) -> Integers:
 
 
 def show_square(axes: Any, cells: Any, edges: Integers) -> None:
-    """Shows cells with queries from top to bottom and keys from left to right."""
+    """Shows cells [query cells, key cells, 4] with queries from top to bottom and keys from left to right."""
     length = int(edges[-1])
     axes.imshow(cells, extent=(0, length, length, 0), interpolation="nearest", aspect="equal")
     axes.set_xlabel("key position", fontsize=9)
@@ -124,7 +126,7 @@ def show_square(axes: Any, cells: Any, edges: Integers) -> None:
 
 
 def style_axes(axes: Any, both_axes: bool = False) -> None:
-    """Sets few tick labels, with SI prefixes, and a light frame."""
+    """Sets about five tick labels with SI prefixes, such as 128k, on the x axis or both axes, and a light frame."""
     ticker = import_matplotlib("ticker")
     for axis in (axes.xaxis, axes.yaxis) if both_axes else (axes.xaxis,):
         axis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=[1, 2, 4, 5, 8, 10]))
@@ -143,10 +145,11 @@ def draw_computed(axes: Any, cells: ComputedCells, title: str) -> None:
 
 
 def draw_layout(axes: Any, layout: SequenceLayout, edges: Integers) -> None:
-    """Draws a line for each rank, filled where it has positions."""
+    """Draws one row for each rank, coloured where the rank has positions."""
     counts = np.stack([count_positions(layout.spans(rank), edges) for rank in range(layout.shards)])
-    lines = np.stack([counts * (np.arange(layout.shards) == rank)[:, None] for rank in range(layout.shards)])
-    cells = blend(lines, np.diff(edges)[None, :], rank_colors(layout.shards))
+    # [colours, rows, cells]: the row of a rank has that rank's positions, in its colour only.
+    rows = np.stack([counts * (np.arange(layout.shards) == rank)[:, None] for rank in range(layout.shards)])
+    cells = blend(rows, np.diff(edges)[None, :], rank_colors(layout.shards))
     axes.imshow(cells, extent=(0, layout.length, layout.shards, 0), interpolation="nearest", aspect="auto")
     axes.set_title("positions of each rank", fontsize=10)
     axes.set_xlabel("position", fontsize=9)
@@ -155,7 +158,7 @@ def draw_layout(axes: Any, layout: SequenceLayout, edges: Integers) -> None:
 
 
 def draw_shares(axes: Any, rank_shares: Shares) -> None:
-    """Draws a bar for each rank, with a line at the mean."""
+    """Draws the number of pairs of each rank as a bar, with a dashed line at the mean."""
     ranks, mean = len(rank_shares.by_rank), rank_shares.pairs / len(rank_shares.by_rank)
     axes.barh(range(ranks), rank_shares.by_rank, color=rank_colors(ranks), height=0.8)
     axes.axvline(mean, color="0.3", linewidth=1, linestyle="--")
@@ -168,7 +171,7 @@ def draw_shares(axes: Any, rank_shares: Shares) -> None:
 
 
 def rank_ticks(axes: Any, ranks: int, at: float) -> None:
-    """Labels at most eight ranks."""
+    """Labels at most eight ranks on the y axis; `at` is the offset of a label from the rank's number."""
     ticks = range(0, ranks, -(-ranks // 8))
     axes.set_yticks([rank + at for rank in ticks], [f"rank {rank}" for rank in ticks])
 

@@ -14,10 +14,10 @@ from armillary.core import SequenceLayout
 
 
 class BlockWork(NamedTuple):
-    """A block, and the rank of the sequence axis and the step of forward that compute it.
+    """A block of forward: the rank of the sequence axis and the step that compute it, and its two shards.
 
     Args:
-        query, key: shards of `ComputedBlocks`.
+        query, key: shard numbers in `ComputedBlocks.layout` and `ComputedBlocks.key_layout`.
     """
 
     rank: int
@@ -28,12 +28,12 @@ class BlockWork(NamedTuple):
 
 @dataclass(frozen=True)
 class ComputedBlocks:
-    """Blocks of a method's forward, from its communication plan.
+    """The blocks that a method computes in forward, from its communication plan.
 
     Args:
-        layout, key_layout: layouts of the shards that blocks name.
-        blocks: the block of each rank in each step, even if it has no visible pair.
-        pairs: for each step and rank, the visible pairs of one head and row.
+        layout, key_layout: layouts of the query shards and of the key shards that blocks refer to by number.
+        blocks: the block of each rank in each step, with or without visible pairs.
+        pairs: `pairs[step][rank]`, the number of visible pairs in one head and one row of the batch.
     """
 
     layout: SequenceLayout
@@ -50,7 +50,7 @@ class Shares:
         length: tokens of the sequence.
         pairs: visible (query, key) pairs in one row of the batch.
         tokens: number of tokens of each rank.
-        by_step: pairs that a rank computes, by rank and step.
+        by_step: `by_step[rank][step]`, the number of visible pairs that a rank computes in a step.
     """
 
     length: int
@@ -60,33 +60,37 @@ class Shares:
 
     @property
     def by_rank(self) -> tuple[int, ...]:
-        """Pairs that each rank computes."""
+        """Number of visible pairs that each rank computes in all steps."""
         return tuple(map(sum, self.by_step))
 
     @property
     def evenness(self) -> float:
-        """The largest number of pairs of a rank over the mean: 1 is even."""
+        """The largest number of pairs of a rank, divided by the mean over ranks: 1 if all ranks have equal work."""
         return max(self.by_rank) * len(self.by_rank) / max(self.pairs, 1)
 
     @property
     def as_dict(self) -> dict[str, Any]:
-        """All numbers, for JSON."""
+        """All fields and properties, for JSON."""
         return asdict(self) | {"by_rank": self.by_rank, "evenness": self.evenness}
 
 
 def blocks_of(
     layout: SequenceLayout, mask: AttentionMask, method: str, options: MethodOptions = DEFAULT_OPTIONS
 ) -> ComputedBlocks:
-    """Returns the blocks of a method, looked up by name. The ranks of a head axis count as one.
+    """Returns the blocks that a method computes in forward. The ranks of a head axis count as one rank.
+
+    Args:
+        method: a name of `build_attention`.
 
     Raises:
-        ValueError: an unknown name, one that leaves the layout's shards unused, or a method whose plan has no blocks.
+        ValueError: the name is unknown, the method has no sequence axis for the layout's shards, or its communication
+            plan lists no blocks.
     """
     method_entry = named_method(method, options)
     method_entry.check_used(method_entry.mesh_axes({"ring": layout.shards}))
     work = AttentionShape.of(layout, mask, heads=1, kv_heads=1, head_dim=1, dtype=torch.float32)
     plan = method_entry.sequence_plan(layout.shards).comm_plan(work)
-    steps = [step for step in plan.forward if step.pairs]
+    steps = [step for step in plan.forward if step.pairs]  # the others only communicate
     if not all(step.blocks for step in steps):
         raise ValueError(f"attention method {method!r} cannot be drawn: the steps of its comm_plan have no blocks")
     return ComputedBlocks(
@@ -116,7 +120,7 @@ def shares_of(
         method: a name of `build_attention`.
 
     Raises:
-        ValueError: a mask that does not fit the layout's length, or a method that does not fit its shards.
+        ValueError: the mask has another length than the layout, or the method does not fit the layout's shards.
     """
     mask = mask.row(row)
     by_step = blocks_of(layout, mask, method, options).pairs
