@@ -92,7 +92,7 @@ def show(mask: AttentionMask, length: int, work: Shares | None) -> None:
     steps = (", ".join(f"{pairs:,}" for pairs in its) for its in work.by_step)
     rows = zip(range(len(work.tokens)), work.tokens, work.by_rank, strict=True)
     print_table(columns, [(*(f"{n:,}" for n in row), its) for row, its in zip(rows, steps, strict=True)])
-    print(f"max / mean of pairs: {work.evenness:.3f}")
+    print(f"max / mean of pairs: {work.imbalance:.3f}")
 
 
 # -- the command line -------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_ranks_compute_the_blocks_of_the_communication_plan(method, layout):
         planned = [step.pairs for step in plan.forward if step.pairs]
         assert planned == [tuple(2 * pairs for pairs in step) for step in zip(*work_shares.by_step, strict=True)]
         assert sum(work_shares.by_rank) == work_shares.pairs == mask.pairs(N)
-        assert work_shares.evenness == max(work_shares.by_rank) * 4 / work_shares.pairs
+        assert work_shares.imbalance == max(work_shares.by_rank) * 4 / work_shares.pairs
         who = ComputedCells.of(blocks_of(layout, mask, method), mask, cell_edges(N, N), 4)
         assert np.array_equal(who.by_rank.sum(axis=0), dense(mask))
         assert tuple(who.by_rank.sum(axis=(1, 2))) == work_shares.by_rank
@@ -127,8 +127,8 @@ def test_the_command_draws_each_kind_and_prints_its_numbers(kind, tmp_path, caps
     assert main([*line.split(), "--layout", "striped", "--ranks", "4", "--json", str(tmp_path / "x.json")]) == 0
     actual, work_shares = json.loads((tmp_path / "x.json").read_text()), shares_of(mask, LAYOUTS[1])
     assert (actual["length"], actual["pairs"]) == (N, mask.pairs(N))
-    assert (actual["by_rank"], actual["evenness"]) == (list(work_shares.by_rank), work_shares.evenness)
-    assert f"{work_shares.evenness:.3f}" in capsys.readouterr().out
+    assert (actual["by_rank"], actual["imbalance"]) == (list(work_shares.by_rank), work_shares.imbalance)
+    assert f"{work_shares.imbalance:.3f}" in capsys.readouterr().out
     assert set(COMMANDS) == set(KINDS)
 
 

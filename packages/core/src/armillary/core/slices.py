@@ -41,7 +41,8 @@ def document_slices(ends: Sequence[int], low: int | None = None, high: int | Non
     """Returns one slice for each document, whose tokens see each other if low <= j - i <= high.
 
     Args:
-        ends: boundaries of the documents, rising; positions before the first and from the last on see nothing.
+        ends: boundaries of the documents, rising. Tokens before the first boundary, or from the last
+            one on, see nothing.
     """
     bounds = np.asarray(ends, dtype=np.int64)
     slices = np.empty((len(bounds) - 1, 6), dtype=np.int64)
@@ -124,8 +125,8 @@ class KeyCounts:
     Args:
         starts: positions where a new piece begins, rising: [n]. Piece 0 is before the first.
         slopes, constants: in piece p the query at i sees slopes[p] * i + constants[p] keys: [n + 1].
-        sums: corrections for `before`, [n + 1]: the sum of the line of piece p over positions 0..i - 1, less sums[p],
-            is the number of pairs of queries 0..i - 1.
+        sums: corrections for `before`: [n + 1]. To count the pairs of queries 0..i - 1, it adds the keys of piece p
+            over all positions 0..i - 1, as if piece p began at 0. That is sums[p] too many.
     """
 
     starts: Integers
@@ -141,15 +142,20 @@ class KeyCounts:
         difference of two bounds, and each bound is linear in i with one bend.
         """
         slices = trim(slices)
-        q0, q1, k0, k1, low, high = widen(slices, *(int(slices[:, i].max(initial=0)) for i in (1, 3))).T
+        last_query, last_key = int(slices[:, 1].max(initial=0)), int(slices[:, 3].max(initial=0))
+        q0, q1, k0, k1, low, high = widen(slices, last_query, last_key).T
         # The upper bound rises with i until `until`, the lower bound from `since` on; both are constant elsewhere.
         until, since = np.clip(k1 - 1 - high, q0, q1), np.clip(k0 - low, q0, q1)
-        # Each slice changes slope and constant of the total at four positions.
+        # Each slice changes the total number of keys at four positions:
+        #   at q0      by upper - lower + 1 = (i + high) - k0 + 1
+        #   at until   the upper bound becomes k1 - 1: by (k1 - 1) - (i + high)
+        #   at since   the lower bound becomes i + low: by k0 - (i + low)
+        #   at q1      back to 0: by (i + low) - k1
         ones = np.ones_like(q0)
         starts = np.concatenate((q0, until, since, q1))
         slopes = np.concatenate((ones, -ones, -ones, ones))
-        # An unbounded side bends at its first query, where FAR cancels out. Intermediate sums may wrap around modulo
-        # 2^64; results that fit into 64 bits are exact.
+        # For an unbounded side, `until` is q0 or `since` is q1: both terms with FAR are at one position, and cancel.
+        # Intermediate sums may wrap around modulo 2^64; results that fit into 64 bits are exact.
         constants = np.concatenate((high - k0 + 1, k1 - 1 - high, k0 - low, low - k1))
         order = np.argsort(starts, kind="stable")
         starts, slopes, constants = starts[order], slopes[order], constants[order]

@@ -163,7 +163,7 @@ def draw_shares(axes: Any, rank_shares: Shares) -> None:
     axes.barh(range(ranks), rank_shares.by_rank, color=rank_colors(ranks), height=0.8)
     axes.axvline(mean, color="0.3", linewidth=1, linestyle="--")
     axes.set_ylim(ranks - 0.5, -0.5)
-    axes.set_title(f"pairs of each rank: max / mean {rank_shares.evenness:.3f}", fontsize=10)
+    axes.set_title(f"pairs of each rank: max / mean {rank_shares.imbalance:.3f}", fontsize=10)
     axes.set_xlabel("(query, key) pairs", fontsize=9)
     style_axes(axes)
     axes.spines[["top", "right"]].set_visible(False)

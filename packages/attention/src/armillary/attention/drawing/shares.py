@@ -64,14 +64,14 @@ class Shares:
         return tuple(map(sum, self.by_step))
 
     @property
-    def evenness(self) -> float:
+    def imbalance(self) -> float:
         """The largest number of pairs of a rank, divided by the mean over ranks: 1 if all ranks have equal work."""
         return max(self.by_rank) * len(self.by_rank) / max(self.pairs, 1)
 
     @property
     def as_dict(self) -> dict[str, Any]:
         """All fields and properties, for JSON."""
-        return asdict(self) | {"by_rank": self.by_rank, "evenness": self.evenness}
+        return asdict(self) | {"by_rank": self.by_rank, "imbalance": self.imbalance}
 
 
 def blocks_of(

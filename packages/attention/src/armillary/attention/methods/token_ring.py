@@ -1,10 +1,13 @@
 """TokenRing (arXiv 2412.20501): queries rotate one way around the ring, partial results return the other way.
 
     step          0    1    2    3
-    rank 0 has    q0   q3   q2   q1        each step of rank r: send the current queries to rank r + 1 while computing
-    rank 1 has    q1   q0   q3   q2        with them, and send block_out and block_lse of the previous step to the
-    rank 2 has    q2   q1   q0   q3        rank that owns its queries
+    rank 0 has    q0   q3   q2   q1
+    rank 1 has    q1   q0   q3   q2
+    rank 2 has    q2   q1   q0   q3
     rank 3 has    q3   q2   q1   q0
+
+At each step rank r computes with the current queries. Meanwhile it sends these queries to rank r + 1, and block_out and
+block_lse of the previous step to the rank that owns the previous queries.
 
 Both directions of each link are busy. The paper covers inference only. In our backward queries rotate too, with their
 dout, out and lse, and each rank sends its part of dq directly to the owner of the queries.
@@ -29,7 +32,9 @@ from armillary.core.layout import Side
 
 
 class TokenRing(Method):
-    """TokenRing over one mesh axis of P ranks. Useful for K = H on links that send in both directions at once.
+    """TokenRing over one mesh axis of P ranks. Useful on links that send in both directions at once.
+
+    With GQA, keys and values have fewer bytes than queries, so `Ring` sends less. TokenRing suits K = H.
 
     The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1; a rank has T
     queries and S keys of it. Any layout is exact; zigzag is balanced under a causal mask.
@@ -43,7 +48,7 @@ class TokenRing(Method):
     (P - 1) B T H D a. Under a mask fewer, because a token travels no further than to the last rank that sees it.
     """
 
-    fits_inside_ring = True
+    fits_inside_ring = True  # can be the `inner` method of a `Ring`
 
     def __init__(self, axis: DeviceMesh) -> None:
         self.axis = Axis.of(axis)
@@ -64,6 +69,8 @@ class TokenRing(Method):
 
         returns = DirectReduce(ring, merge)
         for current in ring.rotate(q):  # sends the current queries while their block is computed
+            # Received tensors are packed: they have only tokens that this rank or a later one needs. `tokens` are the
+            # indices in the full shard of the queries that see a key here; `packed_tokens` are theirs in the tensors.
             tokens, packed_tokens = returns.result_tokens(current.step)
             (queries,) = current.take(packed_tokens)
             # At step 0 the queries are this rank's own, so their partial result is merged directly.
@@ -72,7 +79,8 @@ class TokenRing(Method):
             block.forward(queries, k, v, block_result)
             partial_result = block_result.result()  # block_out, block_lse
             del queries, block_result
-            # Sent against the direction of the queries, in flight while the next block is computed.
+            # Sent against the direction of the queries, in flight while the next block is computed. At step 0 nothing
+            # is sent: `push` only prepares the receive buffers.
             returns.push(current.step, partial_result)
             del partial_result  # frees it before the next block is computed
         returns.finish()  # waits for the last partial result: no computation is left to overlap it
@@ -87,6 +95,7 @@ class TokenRing(Method):
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
         ring = self.rotation(spec)
+        # A direct step has the queries of a step whose results return directly to their owner.
         for step, direct_step in zip(ring.steps, ring.direct_steps, strict=True):
             spec.plan_block(rows, step.query_shard, step.key_shard, queries=direct_step.visible_tokens)
 
@@ -113,8 +122,8 @@ def pass_queries_backward(
         dout: [B, T, H, Dv], of this rank's own queries.
         reduction: constructor of the `Reduction` of dq. `DirectReduce` sends each rank's part to the owner of the
             queries; `RingReduce` sends one sum along with the queries.
-        block: function of (current shard, its tokens that the results must cover), which returns their attention to
-            this rank's keys.
+        block: function of (current shard, tokens), which returns the block of these tokens' queries and this rank's
+            keys.
 
     Returns:
         dq [B, T, H, D] of this rank's own queries, dk [B, S, K, D] and dv [B, S, K, Dv] of its keys, in the

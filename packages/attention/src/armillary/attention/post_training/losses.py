@@ -1,7 +1,7 @@
 """Losses of post-training: DPO (arXiv 2305.18290), GRPO (arXiv 2402.03300) and policy gradient.
 
-Each rank passes the log-probabilities of its labels and the number of each label's sequence. One all-reduce per loss
-sums the tokens of each sequence over ranks, so loss and metrics are equal on all ranks, and on any mesh.
+Each rank passes the log-probabilities of its labels, and for each label the index of its sequence. One all-reduce per
+loss sums the tokens of each sequence over ranks, so loss and metrics are equal on all ranks, and on any mesh.
 
 Letters: M labels on this rank, S sequences of all ranks.
 """
@@ -48,12 +48,15 @@ def dpo_loss(
     Args:
         logprobs, reference_logprobs: log-probabilities of this rank's labels, shaped as `sequences`. Only logprobs get
             a gradient.
-        sequences: integers, the sequence of each label over all ranks of `axes`; below 0 where there is no label.
-        pairs: integers [S / 2, 2] on any device: the numbers of the chosen and the rejected sequence. The same on
+        sequences: integers, the index 0..S - 1 of each label's sequence; negative where there is no label. Every rank
+            of `axes` uses the same index for a sequence.
+        pairs: integers [S / 2, 2] on any device: the indices of the chosen and of the rejected sequence. The same on
             every rank.
         beta: strength of the implicit KL penalty that keeps the policy close to the reference.
         label_smoothing: probability that a preference is wrong: the weight of the loss of the swapped pair.
-        axes, gradients: as in `segment_sum`.
+        axes: all axes over which tokens or rows differ: a method, for its axes, or a list of 1-D meshes or axes.
+        gradients: how gradients of parameters are reduced over these ranks after backward: "summed", by
+            `sum_gradients`, or "averaged", by FSDP2 or DDP alone.
         statistics: further per-token values, shaped as `logprobs`, whose means over tokens become metrics of these
             names, such as "entropy". "logits" becomes "logits/chosen" and "logits/rejected"; "mean_token_accuracy" is
             the mean over chosen tokens.
@@ -120,9 +123,12 @@ def grpo_loss(
 
     Args:
         logprobs: log-probabilities of this rank's labels, shaped as `sequences`.
-        sequences: integers, the sequence of each label over all ranks of `axes`; below 0 where there is no label.
+        sequences: integers, the index 0..S - 1 of each label's sequence; negative where there is no label. Every rank
+            of `axes` uses the same index for a sequence.
         advantages: [S], the same on every rank.
-        axes, gradients: as in `segment_sum`.
+        axes: all axes over which tokens or rows differ: a method, for its axes, or a list of 1-D meshes or axes.
+        gradients: how gradients of parameters are reduced over these ranks after backward: "summed", by
+            `sum_gradients`, or "averaged", by FSDP2 or DDP alone.
         old_logprobs: log-probabilities under the policy that generated the completions; by default `logprobs` without
             their gradient.
         reference_logprobs: needed if beta is not 0.
@@ -134,7 +140,9 @@ def grpo_loss(
         statistics: further per-token values, shaped as `logprobs`, whose means over tokens become metrics of these
             names, such as "entropy".
 
-    Metrics: clip_ratio/low_mean, low_min, high_mean, high_max and region_mean; kl if beta is not 0.
+    Metrics: clip_ratio/low_mean, high_mean and region_mean, the fractions of tokens that are clipped below, above and
+    on either side; clip_ratio/low_min and high_max, the extremes over sequences; kl, the mean over tokens, if beta is
+    not 0.
 
     Bytes sent: those of `segment_sum` of S sequences with 4 sums, one more with beta, and one for each of `statistics`.
 
@@ -143,7 +151,7 @@ def grpo_loss(
     """
     if beta and reference_logprobs is None:
         raise ValueError(f"beta={beta} needs reference_logprobs")
-    advantage = _of_labels("advantages", advantages, sequences)
+    advantage = _per_label("advantages", advantages, sequences)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
     ratio = (logprobs - old).exp()
     low, high = 1 - clip[0], 1 + clip[1]
@@ -157,11 +165,12 @@ def grpo_loss(
         values["kl"] = (log_ratio.exp() - log_ratio - 1) * (ratio if weight_kl else 1)
         losses = losses + beta * values["kl"]
     values |= statistics or {}
+    # Sums over each sequence, in columns: 0 tokens, 1 losses, 2 "low", 3 "high", 4 and on "kl" and the statistics.
     sums = segment_sum(_columns(sequences, losses, **values), sequences, len(advantages), axes, gradients=gradients)
     total, lengths = sums.detach().sum(0), sums[:, 0].detach()
     means = {name: _ratio(total[i], total[0]) for i, name in enumerate(values, 2)}
     low_mean, high_mean = means.pop("low"), means.pop("high")
-    # The fraction of clipped tokens in each sequence that has tokens; columns 2 and 3 are "low" and "high".
+    # The fraction of clipped tokens in each sequence that has tokens.
     low_fractions, high_fractions = (sums[lengths > 0, i].detach() / lengths[lengths > 0] for i in (2, 3))
     zero = lengths.new_zeros(())
     metrics = {
@@ -191,7 +200,7 @@ def policy_gradient_loss(
 
     Bytes sent: those of `segment_sum` of S sequences with 2 sums, and one for each of `statistics`.
     """
-    losses = -logprobs * _of_labels("advantages", advantages, sequences)
+    losses = -logprobs * _per_label("advantages", advantages, sequences)
     token_statistics = dict(statistics or {})
     columns = _columns(sequences, losses, **token_statistics)
     sums = segment_sum(columns, sequences, len(advantages), axes, gradients=gradients)
@@ -200,7 +209,7 @@ def policy_gradient_loss(
     return SequenceLoss(_normalize(sums[:, 1], sums[:, 0].detach(), normalize), metrics)
 
 
-def _of_labels(name: str, per_sequence: Tensor, sequences: Tensor) -> Tensor:
+def _per_label(name: str, per_sequence: Tensor, sequences: Tensor) -> Tensor:
     """Returns for each label the value of its sequence, from values [S]; 0 for labels of no sequence."""
     if per_sequence.ndim != 1 or not per_sequence.is_floating_point():
         raise ValueError(f"{name} must be floating-point [S]; got {per_sequence.dtype} {tuple(per_sequence.shape)}")
@@ -209,17 +218,20 @@ def _of_labels(name: str, per_sequence: Tensor, sequences: Tensor) -> Tensor:
     return padded[sequences.long().where(sequences >= 0, len(per_sequence))]
 
 
-def _columns(sequences: Tensor, first: Tensor, **values: Tensor) -> Tensor:
-    """Stacks the per-token values to sum, [..., 2 + len(values)]: ones, `first` with its gradient, detached `values`.
+def _columns(sequences: Tensor, trained: Tensor, **values: Tensor) -> Tensor:
+    """Returns the per-token values to sum as columns [..., 2 + len(values)]: ones, `trained`, and detached `values`.
+
+    Args:
+        trained: log-probabilities, or losses computed from them: the only column with a gradient.
 
     Raises:
         ValueError: values of another shape than `sequences`.
     """
-    for name, x in {"logprobs": first, **values}.items():
+    for name, x in {"logprobs": trained, **values}.items():
         if x.shape != sequences.shape:
             raise ValueError(f"{name} {tuple(x.shape)} must be shaped as sequences {tuple(sequences.shape)}")
-    ones = torch.ones_like(first)
-    return torch.stack([ones, first, *(x.detach().to(first.dtype) for x in values.values())], -1)
+    ones = torch.ones_like(trained)
+    return torch.stack([ones, trained, *(x.detach().to(trained.dtype) for x in values.values())], -1)
 
 
 def _normalize(sums: Tensor, lengths: Tensor, normalize: Normalization) -> Tensor:

@@ -2,15 +2,15 @@
 
 Under a causal mask late queries see more keys. Zigzag balances that: shard r holds chunks r and 2 P - 1 - r of 2 P.
 Zigzag is uneven under other masks: in packed documents a query sees only its own document, and all answers to a prompt
-see the prompt. `balanced_spans` therefore searches:
+see the prompt. `balanced_spans` first tries `spread.spread_spans`, which also weighs the bytes sent. If that finds no
+layout, or if sending costs nothing, `evenest_spans` searches, by work alone:
 
 1. Cut the sequence into equal chunks, a few per shard, and count the visible (query, key) pairs of each.
 2. Give each shard equally many chunks, so that the most loaded shard is close to the mean (`partition.distribute`).
 3. If a few chunks have most of the pairs, cut these again into smaller chunks, and repeat step 2.
 
 Pairs are counted twice, and both counts are balanced: the pairs of a shard's queries are its work when keys rotate, the
-pairs of its keys are its work when queries rotate. This search ignores bytes; `spread.spread_spans`, which is tried
-first, weighs them.
+pairs of its keys are its work when queries rotate.
 """
 
 from __future__ import annotations
@@ -48,18 +48,19 @@ class Division:
     unevenness: float
 
     @property
-    def longest(self) -> int:
+    def most_spans(self) -> int:
         """Largest number of spans on one shard."""
         return max(map(len, self.spans), default=0)
 
-    def worse_than(self, unevenness: float, longest: int) -> bool:
-        """Returns True if another division, of this unevenness and with `longest` spans on one shard, is better.
+    def worse_than(self, unevenness: float, most_spans: int) -> bool:
+        """Returns True if a new division with these two numbers should replace this one.
 
-        If both reach `GOAL`, the one with fewer spans is better. Otherwise the more even one is; if the other division
-        does not reach `GOAL`, it must be more even by `GAIN`.
+        - If both reach `GOAL`, the one with fewer spans is better.
+        - If only the new one reaches `GOAL`, it is better.
+        - If the new one does not reach `GOAL`, it is better if it is more even by more than `GAIN`.
         """
         if max(unevenness, self.unevenness) <= GOAL:
-            return longest < self.longest
+            return most_spans < self.most_spans
         return unevenness < self.unevenness - (GAIN if unevenness > GOAL else 0)
 
 
@@ -70,7 +71,7 @@ def balanced_spans(
 
     Args:
         send_cost: as in `SequenceLayout.balanced`.
-        sides: the counts of pairs to balance, as in `RingShares`. If sending costs nothing, both are balanced.
+        sides: the counts of pairs to balance: 0 by queries, 1 by keys. `evenest_spans` always balances both.
 
     Raises:
         ValueError: the number of pairs overflows 64 bits.
@@ -79,7 +80,7 @@ def balanced_spans(
         raise ValueError(f"{length} tokens in {len(rows)} rows: pairs are counted up to 2^63; give fewer")
     work = Work.of(rows)
     spans = spread_spans(length, shards, rows, work, send_cost, sides) if send_cost and shards > 1 else None
-    return spans or evenest_spans(length, shards, work)
+    return spans or evenest_spans(length, shards, work)  # None if no layout that saves bytes is even
 
 
 def evenest_spans(length: int, shards: int, work: Work) -> list[list[range]]:
@@ -88,16 +89,18 @@ def evenest_spans(length: int, shards: int, work: Work) -> list[list[range]]:
     mean, best = work.total / shards, Division([], float("inf"))
     for chunks_per_shard in CHUNKS:
         too_many_chunks = chunks_per_shard > 1 and shards * chunks_per_shard > length
-        if too_many_chunks or (best.unevenness <= GOAL and best.longest <= chunks_per_shard):
+        # Stop if `best` is even enough and more chunks per shard would not make fewer spans.
+        if too_many_chunks or (best.unevenness <= GOAL and best.most_spans <= chunks_per_shard):
             break
-        groups = split_by_density(all_tokens, shards * chunks_per_shard, work, DENSE * mean / chunks_per_shard)
-        # First equal chunks of the whole sequence; then, if some are dense, equal chunks of each group by density.
-        for token_runs in ([all_tokens], groups)[: len(groups)]:
-            chunks = Chunks.of(token_runs, shards, chunks_per_shard, work)
-            # No shard can have less than the largest chunk. Only if that would be better are the chunks distributed.
-            if best.worse_than(imbalance(chunks.largest, mean), chunks_per_shard * len(token_runs)):
+        density_groups = split_by_density(all_tokens, shards * chunks_per_shard, work, DENSE * mean / chunks_per_shard)
+        # First equal chunks of the whole sequence; then, if some are dense, equal chunks of each density group.
+        for groups in [[all_tokens], density_groups] if len(density_groups) > 1 else [[all_tokens]]:
+            chunks = Chunks.of(groups, shards, chunks_per_shard, work)
+            # One shard has the largest chunk, so its pairs are a lower bound of the maximum load. Distribute the chunks
+            # only if a division with this load would be better.
+            if best.worse_than(imbalance(chunks.largest, mean), chunks_per_shard * len(groups)):
                 division = chunks.distribute(mean)
-                best = division if best.worse_than(division.unevenness, division.longest) else best
+                best = division if best.worse_than(division.unevenness, division.most_spans) else best
     return best.spans
 
 
@@ -106,20 +109,20 @@ class Chunks:
     """Chunks to be distributed over shards.
 
     Args:
-        runs: groups of tokens. Each is cut into equally many chunks, a multiple of `shards`, whose sizes differ by at
-            most one token.
+        groups: groups of tokens. Each group is cut into the same number of chunks, a multiple of `shards`. Sizes of its
+            chunks differ by at most one token.
         pairs: pairs of each chunk's queries and of its keys: [2, chunks].
     """
 
-    runs: list[TokenRuns]
+    groups: list[TokenRuns]
     shards: int
     work: Work
     pairs: Integers
 
     @classmethod
-    def of(cls, token_runs: list[TokenRuns], shards: int, chunks_per_shard: int, work: Work) -> Chunks:
-        pairs = [runs.pairs(equal_ends(runs.size, shards * chunks_per_shard), work) for runs in token_runs]
-        return cls(token_runs, shards, work, np.concatenate(pairs, axis=1))
+    def of(cls, groups: list[TokenRuns], shards: int, chunks_per_shard: int, work: Work) -> Chunks:
+        pairs = [group.pairs(equal_ends(group.size, shards * chunks_per_shard), work) for group in groups]
+        return cls(groups, shards, work, np.concatenate(pairs, axis=1))
 
     @property
     def largest(self) -> int:
@@ -132,16 +135,17 @@ class Chunks:
         Args:
             mean: mean number of pairs per shard.
         """
-        # Every shard gets equally many chunks of each group. Chunks of a group are the same kind for `distribute`.
-        kinds = np.repeat(np.arange(len(self.runs)), self.pairs.shape[1] // len(self.runs))
+        # `distribute` gives every shard equally many chunks of each kind; the kind of a chunk is its group's number.
+        kinds = np.repeat(np.arange(len(self.groups)), self.pairs.shape[1] // len(self.groups))
         owners = distribute(self.pairs, kinds, self.shards, max(GOAL * mean, self.largest))
         spans, loads = [list[range]() for _ in range(self.shards)], np.zeros((self.shards, 2), dtype=np.int64)
-        for runs, owner in zip(self.runs, owners.reshape(len(self.runs), -1), strict=True):
-            # If chunks cannot all have the same size, move their ends so that shards still have equal sizes.
-            ends = ends_for(runs.size, owner, self.shards)
-            np.add.at(loads, owner, runs.pairs(ends, self.work).T)
+        for group, owner in zip(self.groups, owners.reshape(len(self.groups), -1), strict=True):
+            # Some chunks may be one token longer. Now that their shards are known, move the ends of chunks so that each
+            # shard has equally many of the longer ones, give or take one. Then count the pairs again.
+            ends = ends_for(group.size, owner, self.shards)
+            np.add.at(loads, owner, group.pairs(ends, self.work).T)
             for chunk, shard in enumerate(owner.tolist()):
-                spans[shard] += runs.spans(*ends[chunk : chunk + 2].tolist())
+                spans[shard] += group.spans(*ends[chunk : chunk + 2].tolist())
         sorted_spans = [sorted(shard, key=lambda span: span.start) for shard in spans]
         return Division(sorted_spans, imbalance(int(loads.max()), mean))
 
@@ -163,6 +167,7 @@ def ends_for(size: int, owner: Integers, shards: int) -> Integers:
     # `remainder` chunks have one token more than the others: spread these evenly over the shards.
     longer = [remainder // shards + (shard < remainder % shards) for shard in range(shards)]
     sizes = np.full(len(owner), base)
-    for shard in range(shards) if remainder else ():
-        sizes[np.flatnonzero(owner == shard)[: longer[shard]]] += 1
+    if remainder:
+        for shard in range(shards):
+            sizes[np.flatnonzero(owner == shard)[: longer[shard]]] += 1
     return np.concatenate(([0], np.cumsum(sizes)))
