@@ -18,7 +18,7 @@ INTERFACE = "flash_attn.flash_attn_interface"
 
 @dataclass(frozen=True)
 class FlashAttn2(Flash):
-    """As `CudaFlash`, with softcap."""
+    """`CudaFlash` with softcap."""
 
     name: str = "flash_attn_2"
     limits: ClassVar[Limits] = replace(WITH_SOFTCAP, module=INTERFACE)

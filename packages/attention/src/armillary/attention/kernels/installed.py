@@ -21,7 +21,7 @@ def is_installed(module: str) -> bool:
 
 @cache
 def module_exists(module: str) -> bool:
-    """As `is_installed`, and cached: the search takes longer than a kernel launch.
+    """Cached `is_installed`: the search takes longer than a kernel launch.
 
     It is not enough to find the parent package: flash-attn 4 also installs a `flash_attn`, but without the modules of
     version 2. `find_spec` would import the parents of a submodule, so `PathFinder` searches their folders instead.

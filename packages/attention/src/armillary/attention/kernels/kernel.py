@@ -24,7 +24,7 @@ BackwardTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 class Scores(NamedTuple):
-    """How scores are computed: s = scale * q k, and with a softcap c, c * tanh(s / c).
+    """Scale and softcap of scores: s = scale * q k, and with a softcap c, c * tanh(s / c).
 
     Kernels take positive scales only, because they find the largest score before they scale it, and hide keys with
     -inf. For other scales the caller multiplies q by `sign`, calls the kernel with `with_positive_scale`, and
