@@ -47,7 +47,9 @@ def open_tokens(path: Path, model_folder: Path | None = None) -> TokenStore:
 
 
 def read_tokenizer(path: Path | None, begin_of_document: str | None = None) -> TwoWayTokenizer:
-    """Reads the tokenizer of a file or Hugging Face folder; bytes without a path, or for a folder without tokenizer.
+    """Reads the tokenizer of a file or Hugging Face folder.
+
+    Returns a `ByteTokenizer` if `path` is None, or is a folder without tokenizer and no `begin_of_document` is given.
 
     Args:
         begin_of_document: name of the token before each text; by default the one in the tokenizer's files, if any.

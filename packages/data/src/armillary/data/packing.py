@@ -119,8 +119,8 @@ def best_fit_rows(sizes: Index, row_size: int) -> Index:
         while len(items):
             smallest_room = free.smallest_room(size)
             room = smallest_room or row_size  # free tokens of each chosen row; new rows are empty
-            # Each chosen row takes as many items as fit: placed one by one, items would go to the same rows, because a
-            # row that has received an item is the fullest one with room for the next.
+            # Each chosen row takes as many items as fit. Placing items one by one would give the same rows: of all rows
+            # with room for the next item, the row that has just received one is the fullest.
             per_row = room // size
             needed_rows = -(-len(items) // per_row)  # rounded up
             if smallest_room is None:  # no row has room for an item: starts new rows

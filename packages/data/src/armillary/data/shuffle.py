@@ -55,12 +55,13 @@ def source_at(index: int, weights: Sequence[Fraction]) -> tuple[int, int]:
     its proportion of n by at most 1 with up to three sources, and by at most S / 2 with more. Each index is computed
     directly, without the earlier ones.
     """
-    # Source s has about weights[s] * key + 1/2 items up to a key, so all have `index` items up to about this key.
-    # Rounding down makes their sum at most `index`; the loop adds the few items that are missing.
+    # Source s has about weights[s] * key + 1/2 items with sort keys up to `key`. The sum of these numbers over all
+    # sources is `index` for the key below. `items_until` rounds each number down, so the counts add up to at most
+    # `index`; the loop adds the few items that are missing.
     key = (index - Fraction(len(weights), 2)) / sum(weights)
     counts = items_until(key, weights)
     while True:
-        # The source of the next item: its next item has the smallest key, and the source the lowest number of those.
+        # The next item is from the source whose next item has the smallest key; of several, from the first source.
         source = min(range(len(weights)), key=lambda s: ((counts[s] + Fraction(1, 2)) / weights[s], s))
         if sum(counts) == index:
             return source, counts[source]

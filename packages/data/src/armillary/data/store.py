@@ -170,11 +170,11 @@ class TokenStore:
     def split(self, validation_fraction: float = 0.05) -> tuple[TokenStore, TokenStore]:
         """Splits documents into (training, validation), deterministically. Both stores have at least one document.
 
-        A document is in the validation store if the hash of its text is below a threshold. So other documents, their
-        order and the tokenizer have no influence, and copies of a text are in the same store, unless all documents are
-        copies. A store that would be empty gets the documents with the hash nearest to the threshold. Empty documents
-        are left out. The fraction counts documents, not tokens. A single document is cut: its last
-        `validation_fraction` of tokens is the validation document.
+        A document is in the validation store if the hash of its text is below a threshold. So the choice does not
+        depend on other documents, on their order or on the tokenizer. Copies of a text are in the same store, unless
+        all documents are copies of one text. A store that would be empty gets the documents with the hash nearest to
+        the threshold. Empty documents are left out. The fraction counts documents, not tokens. If the store has a
+        single document, it is cut in two: its last `validation_fraction` of tokens is the validation document.
 
         Raises:
             ValueError: a fraction that is not between 0 and 1; less than 2 tokens, or a single tree, to split.

@@ -93,7 +93,7 @@ class SegmentTree:
             # Greedy, in depth-first order: consecutive sequences share most segments, and a sequence adds only those
             # that the current tree does not have yet.
             path = self.path(leaf)
-            new_segments = {*path} - (groups[-1] if groups else {*()})
+            new_segments = set(path) - (groups[-1] if groups else set[int]())
             added_tokens = int(self.lengths[[*new_segments]].sum())
             if groups and tokens + added_tokens <= length:
                 groups[-1] |= new_segments

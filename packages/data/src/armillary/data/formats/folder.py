@@ -197,7 +197,7 @@ def verify_folder(path: Path) -> Iterator[int]:
 
 
 def _check_block(path: Path, tokens: npt.NDArray[Any], block: int, size: int | None) -> None:
-    """Raises ValueError for a token outside of a vocabulary of `size`, among the `tokens` of block number `block`."""
+    """Raises ValueError if `tokens`, the content of block number `block`, has one outside of a vocabulary of `size`."""
     if size is not None and tokens.max() >= size:
         i = int(np.argmax(tokens >= size))
         byte = block * BLOCK + i * tokens.itemsize

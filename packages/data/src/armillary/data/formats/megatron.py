@@ -16,7 +16,8 @@ from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore, Vocabulary
 
 SAMPLE = 2**12
-"""Number of tokens at the beginning, and as many spread over the whole file, whose checksums identify the content."""
+"""Tokens in each of two samples whose checksums identify the content: the first tokens, and tokens spread evenly over
+the file."""
 MAGIC = b"MMIDIDX\x00\x00"
 """First bytes of an index; `HEADER` follows."""
 HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])

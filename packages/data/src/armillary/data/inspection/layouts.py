@@ -33,7 +33,7 @@ class LayoutStatistics:
         sent_bytes: bytes that a rank sends in one layer, forward and backward.
         pairs: (query, key) pairs of the shard with the most pairs, divided by the mean of all shards.
         tokens: tokens of the largest shard, divided by the mean of all shards.
-        worst_pairs, worst_tokens: the same in the worst row.
+        worst_pairs, worst_tokens: the largest `pairs` and the largest `tokens` of a single row.
         spans: largest number of spans of a shard, in any row.
     """
 

@@ -78,7 +78,7 @@ class PackingStatistics:
     Args:
         documents: mean number of pieces of documents, or of segments of trees, in a row.
         zigzag, balanced: mean balance of the rows in these layouts.
-        worst_zigzag, worst_balanced: balance of the worst row.
+        worst_zigzag, worst_balanced: largest balance of a single row in these layouts.
         spans: largest number of spans of a shard in the balanced layout.
         zigzag_hops, contiguous_hops, balanced_hops: mean number of times that a token is sent to the next rank, in one
             rotation of keys around a ring.

@@ -23,12 +23,13 @@ class Batch:
 
     Args:
         tokens: int64 [B, T].
-        labels: int64 [B, T], for each token the next token of its document, or `IGNORE`; for stores of trees triples,
-            because a token has several labels if the tree branches after it.
+        labels: int64 [B, T], for each token the next token of its document, or `IGNORE`. For stores of trees these are
+            `LabelTriples`: a token has several labels if the tree branches after it.
         positions: int64 [B, T], counted from the start of the row, or with `reset_positions` from the start of the
             document in the row.
-        documents: boundaries of each row's documents (0, end of the first, ..., N), equal on all shards; the argument
-            of attention masks. Padding at the end of a row counts as a document. For trees, boundaries of segments.
+        documents: boundaries of each row's documents (0, end of the first, ..., N), equal on all shards. Attention
+            masks take them as their argument `documents`. Padding at the end of a row counts as a document. For trees
+            these are the boundaries of segments.
         layout: layout of the rows over shards.
         rows: numbers of the B rows, counted over all steps; empty for batches that no loader has made.
         parents: for stores of trees, the parent of each segment of each row, or -1. `documents` and `parents` define

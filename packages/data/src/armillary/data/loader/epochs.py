@@ -34,7 +34,7 @@ class PackedRow:
     @property
     def origins(self) -> Sequence[int]:
         """For each piece, the position in the row from which its tokens are counted with `reset_positions`."""
-        return self.ends
+        return self.ends  # piece i starts at `ends[i]`
 
     @property
     def padding(self) -> int:
@@ -96,7 +96,7 @@ class Epochs:
         return self._row_of(packed_rows.row(int(order[index])))
 
     def _row_of(self, pieces: Sequence[DocumentPiece]) -> PackedRow:
-        """Returns a row. The packing numbered items, so `document` of each of `pieces` is the number of an item."""
+        """Returns the row of some pieces. The packing packs items, so their `document` is the number of an item."""
         pieces = [DocumentPiece(int(self._documents[piece.document]), piece.start, piece.length) for piece in pieces]
         ends = tuple(accumulate((piece.length for piece in pieces), initial=0))
         return PackedRow(self._store, pieces, ends if ends[-1] == self._length else (*ends, self._length))
@@ -145,7 +145,7 @@ def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, start
         starts: int64 [T], receives for each token the position from which `reset_positions` counts, so that its reset
             position is its position in the row minus this. None if positions are not reset.
     """
-    # Piece by piece, in the order of the shard's tokens; `offset` counts the tokens that are done.
+    # Reads piece by piece, in the order of the shard's tokens. `offset` is the number of tokens read so far.
     offset, origins = 0, row.origins
     for span in spans:
         for number, positions in _cut_at(span, row.ends):

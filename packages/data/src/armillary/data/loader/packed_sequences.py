@@ -30,9 +30,9 @@ class PackedSequences(Batches):
     packing, the weights and the seed, which must be equal on all ranks; layouts and the number of ranks decide which
     rank holds which token.
 
-    A rank reads 2 to 4 bytes for each token of its shard, and one more token per span, as the label of its last token
-    (in spans with a step, labels are read separately). No communication. Packing an epoch takes 24 bytes of memory per
-    document.
+    A rank reads 2 to 4 bytes for each token of its shard, and in each span one more token: the label of the span's last
+    token. In spans with a step it reads the labels separately, so it reads twice as many bytes. No communication.
+    Packing an epoch takes 24 bytes of memory per document.
 
     If any store has trees, labels are `LabelTriples` in all batches (weight 1 in plain documents), and positions in
     rows of trees count along the path from the root. Trees are never cut: a tree longer than a row is split into
@@ -46,16 +46,17 @@ class PackedSequences(Batches):
         layout: layout of a row's `layout.length` tokens, N, over shards.
         shard: this rank's shard of the layout.
         rows_per_batch: rows of one replica's batch, B.
-        weights: relative number of rows from each store; by default the rows of its epoch, so that the epochs of all
-            stores end together. Any scale: [1, 3] and [0.25, 0.75] are equal.
-        replica, replicas: index of this rank's data-parallel group and number of these groups. Each reads its own
+        weights: relative number of rows from each store. By default the number of rows in an epoch of the store, so
+            that the epochs of all stores end together. Only ratios matter: [1, 3] and [0.25, 0.75] give equal rows.
+        replica, replicas: index of this rank's data-parallel group and number of these groups. Each group reads other
             `rows_per_batch` rows of a global batch.
-        packing: a packing function; its name is part of the state. best_fit or one_per_row for trees.
+        packing: a packing function; its name is part of the state. Trees need best_fit or one_per_row.
         reset_positions: count positions from the start of each document instead of the start of the row.
         layout_for: returns the layout of a batch, such as a balanced one, from its `documents`; if any store has trees,
             from its `documents` and `parents`. The layout must have the length and shards of `layout` and be the same
             on all ranks. `layout_for` and `packing` run in the prefetching thread and must not call collectives.
-        plan: called in the prefetching thread with each batch, such as to plan its attention (`attend.plan_ahead`).
+        plan: function that the prefetching thread calls with each batch, for example to plan the attention of the batch
+            before its step begins (`attend.plan_ahead`).
         ahead: number of batches to prefetch.
 
     Raises:

@@ -105,7 +105,7 @@ class TreeEpochs(Epochs):
         return TreeRow.of(self._store, trees, self._length)
 
     def waste(self) -> Waste:
-        """Returns the cost of the packing in the first epoch. Repeated tokens do not count as padding."""
+        """Returns the cost of the packing in the first epoch. Tokens of repeated segments do not count as padding."""
         packed_rows, lengths = self._epoch(0)[0], self._store.lengths
         # The trees into which one tree is split repeat segments. Each segment counts once, with the tokens of its
         # longest copy: copies of the last segment of a sequence may be truncated.

@@ -44,7 +44,7 @@ class Counts:
         """Adds the counts of a later chunk."""
         for name in (entry.name for entry in fields(self)):
             value, later_value = getattr(self, name), getattr(later, name)
-            # Numbers add up; of names the earlier one stays.
+            # Counts are added. The name of the first document is that of this chunk if it has one, else the later one.
             setattr(self, name, value or later_value if name.startswith("first") else value + later_value)
 
 
@@ -77,7 +77,7 @@ class Encoder:
         return Part.concatenate([*encoded_parts, self.encode(batch, tokenizer, counts)]), counts
 
     def encode(self, batch: Sequence[Document], tokenizer: Tokenizer, counts: Counts) -> Part:
-        """Returns the tokens of some documents, with an end of document after each."""
+        """Returns the tokens of some documents, with an end-of-document token after each."""
         counts.documents += len(batch)
         counts.text_bytes += sum(len(document.text) for document in batch)
         texts, dtype = [document.text for document in batch], token_dtype(tokenizer.vocab_size)
@@ -93,7 +93,7 @@ class Encoder:
         if not document.text:
             counts.empty += 1
             return False
-        # Byte tokens need no valid UTF-8.
+        # A byte tokenizer encodes any bytes; other tokenizers encode text, which must be valid UTF-8.
         if not isinstance(tokenizer, ByteTokenizer) and decode_utf8(document.text)[1]:
             if self.invalid != "replace":
                 self.skip(Invalid(document.name, "it is not valid UTF-8"), counts)

@@ -48,7 +48,7 @@ class TreeEncoder(Encoder):
     """Tokenizes chunks of trees, each segment separately. A tree that the chat template refuses is a broken record."""
 
     def encode(self, batch: Sequence[Document], tokenizer: Tokenizer, counts: Counts) -> Part:
-        """Returns the tokens of some trees (`TreeRecord`), with an end of document after each sequence."""
+        """Returns the tokens of some trees (`TreeRecord`), with an end-of-document token after each sequence."""
         template, trees = ChatTemplate.read(self.folder), list[SegmentedTree]()
         for record in cast(Sequence[TreeRecord], batch):
             has_messages = not isinstance(record.nodes[0].content, str)
@@ -130,7 +130,7 @@ def tree_part(tree: SegmentedTree, tokens: list[Integers], end_of_document: int)
     texts, parents, trained, weights = zip(*tree.segments, strict=True)
     dtype = tokens[0].dtype
     for s in {*range(len(tokens))} - {*parents}:  # leaves: each ends a sequence
-        # Adds an end of document, unless a template has written one already.
+        # Adds an end-of-document token, unless the template has written one already.
         if not (tree.from_template and len(tokens[s]) and int(tokens[s][-1]) == end_of_document):
             tokens[s] = np.append(tokens[s], np.array([end_of_document], dtype))
     for text, segment in zip(texts, tokens, strict=True):

@@ -97,9 +97,9 @@ def read_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Reads the lines that start in the chunk, so that each line belongs to exactly one chunk."""
     with chunk.path.open("rb") as file:
         if chunk.start:
-            # Skips the rest of a line that started in the previous chunk. From the byte before the chunk: if that is a
-            # line break, nothing is skipped. At most to the end of the chunk: if it has no line break, no line starts
-            # in it.
+            # Skips the rest of a line that started in the previous chunk. Reading starts one byte before the chunk: if
+            # this byte is a line break, a line starts with the chunk and nothing is skipped. Reading stops at the end
+            # of the chunk: if there was no line break until then, no line starts in the chunk.
             file.seek(chunk.start - 1)
             if not file.readline(chunk.stop - chunk.start).endswith(b"\n"):
                 return

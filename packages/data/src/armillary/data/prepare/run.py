@@ -173,7 +173,8 @@ def _save_tokenizer(plan: Preparation, input_chunks: Sequence[InputChunk]) -> To
 
 def _sample(input_chunks: Sequence[InputChunk]) -> Iterator[str]:
     """Yields at most `TRAINING_BYTES` bytes of text, from the beginnings of chunks spread evenly over the input."""
-    # Every k-th chunk, if the input has k times as many bytes as the sample; each contributes equally many bytes.
+    # If the input has k times as many bytes as the sample, every k-th chunk is sampled, and each sampled chunk
+    # contributes equally many bytes.
     k = -(-sum(chunk.bytes for chunk in input_chunks) // TRAINING_BYTES)  # rounded up
     sampled_chunks = input_chunks[::k]
     for chunk in sampled_chunks:

@@ -178,6 +178,6 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _unreadable(path: Path, error: Exception) -> ValueError:
-    """Returns an error that names the file that cannot be read: the error's own, or `path`."""
-    culprit, reason = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
-    return ValueError(f"{culprit} cannot be read ({reason}); {_ACCEPTED}")
+    """Returns an error that names the unreadable file: the `filename` of `error` if it has one, else `path`."""
+    file, reason = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
+    return ValueError(f"{file} cannot be read ({reason}); {_ACCEPTED}")

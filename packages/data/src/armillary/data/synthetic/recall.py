@@ -35,7 +35,7 @@ class AssociativeRecall(Task):
 
     Raises:
         ValueError: counts below 1, more pairs than keys, a row that is too short, a layout of another length, or a
-            layout that has no place for a pair on other shards than its query.
+            layout with a pair that cannot be placed on other shards than its query.
     """
 
     length: int

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 _BOUNDARY = re.compile(r"\S\r?\n(?=[^\W\d_])|[^\W\d_](?= [^\W\d_])")
-"""A match ends where a text may be cut: before a letter that begins a line, unless the line before ends in blanks; or
-before a single blank between two words. Byte-level BPE and word-level tokenizers split the text at these places, so
-tokens rarely cross them."""
+"""A match ends where a text may be cut: before a letter that begins a line, unless the previous line ends in blanks; or
+before a single blank between two words. Byte-level BPE and word-level tokenizers split the text at these places, so few
+tokens extend over them."""
 
 _REACH, _TRIES = 1 << 16, 8
 """A cut is searched in the `_REACH` characters after its ideal place, and the first `_TRIES` boundaries are tested."""
