@@ -42,7 +42,7 @@ class AttentionMethod(ABC):
     flat_axis: Axis | None = None
     """One axis over all ranks, created for layers with a state on first use (`context_parallel.communication`)."""
     kernel: str | Kernel | None = None
-    """Kernel, or its name, for calls without `kernel`; None: the first kernel that supports the inputs."""
+    """Kernel, or its name, for calls without `kernel`; None: the preferred one of those that support the inputs."""
 
     registered_id: int
     """Number under which a compiled graph finds the method (`call/registered.py`)."""
@@ -86,6 +86,7 @@ class AttentionMethod(ABC):
         """Computes on the host the tiles and sends that `forward` and `backward` need for `spec`. May run in a thread.
 
         Args:
+            spec: the spec of later calls, which find the computed values in its cache.
             previous: the spec of an earlier call. It tells whether the method rotated keys, queries or both.
             rows: number of rows of the batch.
         """

@@ -1,10 +1,10 @@
 """All-gather of keys and values, as LLaMA 3 was trained (arXiv 2407.21783, section 3.3.2).
 
     gather    k, v of all ranks
-    attend    from this rank's queries to all keys
+    attend    this rank's queries over all keys
 
-This sends few bytes if there are few key/value heads. But each rank has the keys of the full sequence in memory, and
-no computation overlaps with the gather.
+This sends few bytes if there are few key/value heads. But each rank has the keys and values of the full sequence in
+memory, and no computation overlaps with the gather.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class AllGatherKV(Method):
         return k, v
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        """Computes the tiles of calls with `spec`, on `rows` rows of the batch, ahead of these."""
         self._one_shard_spec(spec).plan_block(rows, self.axis.rank, 0)
 
     def _block(self, spec: AttentionSpec) -> BlockAttention:

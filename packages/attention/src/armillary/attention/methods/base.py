@@ -44,6 +44,9 @@ class Method(AttentionMethod):
         Args:
             kind: "zigzag", "contiguous", "striped" or "balanced".
             mask: the mask for which a balanced layout distributes work evenly; causal by default.
+
+        Raises:
+            ValueError: an unknown kind, fewer tokens than ranks, or a mask that does not fit the length.
         """
         return layout_of(kind, length, self.sequence_shards, mask, self.balanced_by)
 
@@ -51,7 +54,7 @@ class Method(AttentionMethod):
     def balanced_by(self) -> Side | None:
         """The side whose pairs a balanced layout makes even: the side that stays on its rank while the other rotates.
 
-        None: both sides are made even, at the cost of more bytes sent (`traffic=0` of `SequenceLayout.balanced`).
+        None: both sides are made even, at the cost of more bytes sent (`send_cost=0` of `SequenceLayout.balanced`).
         """
         return "queries"
 
@@ -118,12 +121,15 @@ class Method(AttentionMethod):
                 any parameter's gradient.
             softcap: c of c * tanh(score / c), if a kernel supports it; finite and above 0.
             key_layout: the layout of the keys, for cross-attention, with as many shards as `layout`.
-            kernel: a kernel, or the name of one, such as "dense"; by default the first that supports the inputs.
-            return_lse: also return the log-sum-exp of the scores. A loss that depends on it raises in backward.
+            kernel: a kernel, or the name of one, such as "dense"; by default `self.kernel`, or else the preferred one
+                of those that support the inputs (`kernels/choice.py`).
+            return_lse: also return the log-sum-exp of the scores and sinks. A loss that depends on it raises in
+                backward.
 
         Returns:
             out [B, T, H, Dv] in the inputs' dtype; with `return_lse`, also lse [B, T, H] in the accumulation dtype. A
-            query that sees no key gets 0 and lse = -inf. DTensors in, DTensors out: see `call/dtensors.py`.
+            query that sees no key gets out = 0, and without sinks lse = -inf. DTensors in, DTensors out: see
+            `call/dtensors.py`.
 
         Under autocast, inputs of one dtype are computed in that dtype. Inputs of different dtypes are cast to
         autocast's dtype, unless one is float64, as in `scaled_dot_product_attention`.

@@ -2,16 +2,18 @@
 
     step          0    1    2    3
     rank 0 has    k0   k3   k2   k1
-    rank 1 has    k1   k0   k3   k2        each step of rank r: send the current shard to rank r + 1 while computing
-    rank 2 has    k2   k1   k0   k3        with it
+    rank 1 has    k1   k0   k3   k2
+    rank 2 has    k2   k1   k0   k3
     rank 3 has    k3   k2   k1   k0
 
-With the zigzag layout and a causal mask all blocks of a step cost the same, so all ranks finish it together.
+At each step a rank computes with its current shard, and meanwhile sends the shard to the next rank. The picture has the
+direction r to r + 1. If fewer tokens are sent in the direction r to r - 1, as with zigzag and a causal mask, the ring
+turns that way. With zigzag and a causal mask all blocks of a step cost the same, so all ranks finish it together.
 
-With an inner method the ring connects nodes (`rotation/nodes.py`): each device sends its keys to the same device of
-the next node. At each step the devices of a node compute attention over the keys that the node has, by the inner
-method. With an inner Ring this is LoongTrain's double ring (arXiv 2406.18485); with an inner TokenRing, TokenRing
-across nodes (arXiv 2412.20501, figure 5).
+With an inner method the ring connects nodes (`rotation/nodes.py`): device d of a node sends its keys to device d of the
+next node. At each step the inner method computes attention over all keys that are in the node. With an inner Ring this
+is LoongTrain's double ring (arXiv 2406.18485); with an inner TokenRing, TokenRing across nodes (arXiv 2412.20501,
+figure 5).
 """
 
 from __future__ import annotations
@@ -41,11 +43,11 @@ from armillary.core.validation import check_choice
 
 Backward = Literal["auto", "keys", "queries"]
 MAX_IMBALANCE = 1.10
-"""Largest ratio of the most loaded rank's work, queries to keys rotating, at which "auto" may rotate queries."""
+"""Backward "auto" rotates no queries that would give the most loaded rank more than this many times as many pairs."""
 
 
 class Ring(Method):
-    """Ring Attention over one mesh axis of P ranks, or between P nodes around an inner method on each node's devices.
+    """Ring Attention over one mesh axis of P ranks; or, with an inner method for the devices of a node, over P nodes.
 
     The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1; a rank has T
     queries and S keys of it. Any layout is exact; zigzag is balanced under a causal mask.
@@ -54,19 +56,25 @@ class Ring(Method):
         axis: a 1-D mesh, such as `mesh["ring"]`. A second communicator is created on it, so every rank of the axis must
             construct the method. Construct it once and share it between layers.
         backward: the side that rotates in backward: "keys" (k and v, with dk and dv) or "queries" (q, out, dout and
-            lse, with dq). "auto" takes the side that sends fewer bytes: queries if K = H in 16 bits, otherwise mostly
+            lse, with dq). "auto" takes the side that sends fewer bytes without a mask, but no queries that would make
+            the work of ranks uneven. For self-attention with Dv = D that is queries if K = H in 16 bits, otherwise
             keys.
-        inner: Ring, TokenRing, AllGatherKV or Local over the D devices of a node, such as `TokenRing(mesh["devices"])`
-            inside of `Ring(mesh["nodes"])`. Device d of node n has shard n D + d. None for a ring of single ranks.
+        inner: Ring, TokenRing, AllGatherKV or Local over the m devices of a node, such as `TokenRing(mesh["devices"])`
+            inside of `Ring(mesh["nodes"])`. Device d of node n has shard n m + d. None for a ring of single ranks.
 
-    Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all p2p, with Dv = D:
-    forward (P - 1) 2 B T K D e; backward (P - 1) 2 B T K D (e + a), or with queries (P - 1) B T H (3 D e + a + D a).
-    Under a mask fewer, because a token travels no further than to the last rank that sees it. At each of the P steps
-    the inner method sends its own bytes too.
+    Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all p2p, with Dv = D and
+    shards of equal size:
+
+        forward                    (P - 1) 2 B S K D e
+        backward, keys rotate      (P - 1) 2 B S K D (e + a)
+        backward, queries rotate   (P - 1) B T H (3 D e + a + D a)
+
+    Under a mask fewer, because a token travels no further than to the last rank that sees it. The inner method sends
+    its own bytes at each of the P steps.
 
     Raises:
-        ValueError: `backward` is unknown; `inner` is not one of these four methods, or its axis and this one do not
-            form a grid of ranks.
+        ValueError: `backward` is unknown; `inner` is not a method that fits inside of a ring, or its axis and this one
+            do not form a grid of ranks.
     """
 
     fits_inside_ring = True
@@ -78,7 +86,7 @@ class Ring(Method):
         self.backward_side: Backward = check_backward(backward)
         self.inner = inner
         if inner is not None:
-            check_inner(self.axis, inner, "Ring(mesh['devices'])")
+            check_inner(self.axis, inner, example="Ring(mesh['devices'])")
             if not inner.fits_inside_ring:
                 raise ValueError(
                     f"inner={type(inner).__name__} does not fit inside of a Ring; Ring, TokenRing, AllGatherKV and "
@@ -91,6 +99,7 @@ class Ring(Method):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
+        # Outermost first: the axis of nodes is outside of the axis of devices.
         return self.axis, *(() if self.inner is None else self.inner.axes)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
@@ -107,20 +116,20 @@ class Ring(Method):
         key_sizes = (spec.key_layout.length, *saved.v.shape[2:])
         if cheaper_side(self.backward_side, query_sizes, key_sizes, saved.q.dtype, spec.grid) == "queries":
 
-            def block_of_queries(current: RotatingShard, tokens: TokenRanges) -> RingBlock:
+            def block(current: RotatingShard, tokens: TokenRanges) -> RingBlock:
                 return self.block("queries", current, tokens, spec)
 
-            return pass_queries_backward(dout, saved, self.rotation("queries", spec), RingReduce, block_of_queries)
+            return pass_queries_backward(dout, saved, self.rotation("queries", spec), RingReduce, block)
         ring, dq = self.rotation("keys", spec), Sum.like(saved.q)  # dq stays with its queries
         sums = RingReduce(ring)  # dk and dv travel with their keys
         for current in ring.rotate(saved.k, saved.v):
             key_grads = [Sum.like(x) for x in current.tensors]
-            current_saved = saved._replace(k=current.tensors[0], v=current.tensors[1])
-            block = self.block("keys", current, current.token_ranges, spec)
             # Probabilities are exp(score - lse), with the lse over all keys. So a block computes exactly its part of
             # dq, dk and dv, and the parts are summed.
+            current_saved = saved._replace(k=current.tensors[0], v=current.tensors[1])
+            block = self.block("keys", current, current.token_ranges, spec)
             block.backward(dout, *current_saved, dq, key_grads[0], key_grads[1])
-            del current_saved  # frees the shard at the end of its step
+            del current_saved  # so that `rotate` can free the shard when its step ends
             # dk and dv are sent one step after their keys, so that the send overlaps with the next block.
             sums.push(current.step, [grad.result() for grad in key_grads])
         dk, dv = sums.finish()
@@ -128,21 +137,31 @@ class Ring(Method):
 
     @property
     def balanced_by(self) -> Side | None:
+        """The side whose pairs a balanced layout makes even: the one that stays, so both if queries rotate in backward.
+
+        None with an inner method: both sides are made even, and bytes are ignored.
+        """
         if self.inner is not None:
             return None
         return "both" if self.backward_side == "queries" else "queries"
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        """Computes the tiles and sends of calls with `spec` ahead of these. With an inner method it computes nothing.
+
+        Args:
+            previous: the spec of an earlier call.
+            rows: number of rows of the batch.
+        """
         if self.inner is not None:
             return
         for side in get_args(RotatingSide):
-            if previous.has((side, id(self.axis))):  # only the sides that an earlier call rotated
+            if previous.has((side, id(self.axis))):  # only the sides that the earlier call rotated
                 for step in self.rotation(side, spec).steps:
                     queries, keys = (None, step.token_ranges) if side == "keys" else (step.token_ranges, None)
                     spec.plan_block(rows, step.query_shard, step.key_shard, queries, keys)
 
     def rotation(self, side: RotatingSide, spec: AttentionSpec) -> Rotation:
-        """Returns the ring of all ranks of the axis, each with its own shard. Cached per spec."""
+        """Returns the rotation around all ranks of the axis, each with its own shard. Cached per spec."""
 
         def make() -> Rotation:
             if self.inner is None:
@@ -155,11 +174,12 @@ class Ring(Method):
         return spec.cached((side, id(self.axis)), make)
 
     def block(self, side: RotatingSide, current: RotatingShard, tokens: TokenRanges, spec: AttentionSpec) -> RingBlock:
-        """Returns the attention of a step: of this rank's own shards, or of the whole node by the inner method.
+        """Returns the attention of a step: of this rank alone, or of all devices of the node by the inner method.
 
         Args:
             side: the side that rotates.
-            tokens: the tokens of the rotating shard that the packed tensors contain.
+            tokens: the tokens of the rotating shard that the tensors of the block contain, packed. Ignored with an
+                inner method, whose layouts have only these tokens.
         """
         inner = self.inner
         if inner is None:
@@ -180,11 +200,11 @@ class Ring(Method):
 
 
 class NodeAttention(NamedTuple):
-    """Attention of the queries and keys that are in a node at one step, by the inner method over the node's devices.
+    """A `RingBlock` of a whole node: attention of the queries and keys that are in the node at one step.
 
     Args:
-        method: the inner method.
-        spec: its spec for this step; None if no query of the node sees a key.
+        method: the inner method, over the devices of the node.
+        spec: its spec for this step; None if no query in the node sees a key in it.
     """
 
     method: AttentionMethod
@@ -206,7 +226,7 @@ class NodeAttention(NamedTuple):
 
 
 def check_backward(backward: Backward) -> Backward:
-    """Raises ValueError for an unknown side."""
+    """Returns `backward`. Raises ValueError for an unknown side."""
     return cast(Backward, check_choice("backward", backward, get_args(Backward)))
 
 
@@ -217,10 +237,10 @@ def cheaper_side(
     dtype: torch.dtype,
     grid: Grid,
 ) -> RotatingSide:
-    """Chooses the side that rotates in backward: `backward`, or for "auto" the one that sends fewer bytes.
+    """Returns the side that rotates in backward: `backward`, or for "auto" the one that sends fewer bytes.
 
     Compares bytes of full sequences, not of this rank's shard, so that every rank chooses alike. "auto" does not rotate
-    queries if then the most loaded rank would have much more work: it would delay all others.
+    queries if that would give the most loaded rank much more work, because all others would wait for it.
 
     Args:
         query_sizes: (N, H, D), of q.
@@ -233,19 +253,19 @@ def cheaper_side(
     # Bytes of one hop of all shards. The batch is a factor of both sides, and left out.
     key_bytes = key_length * key_heads * (dim + value_dim) * (e + a)  # k and v as e, dk and dv as a
     query_bytes = length * heads * ((dim + 2 * value_dim) * e + a + dim * a)  # q, out and dout as e, lse and dq as a
-    return "queries" if query_bytes < key_bytes and _even_by_keys(grid) else "keys"
+    return "queries" if query_bytes < key_bytes and _stays_balanced(grid) else "keys"
 
 
-def _even_by_keys(grid: Grid) -> bool:
-    """Returns True if rotating queries gives the most loaded rank at most 10% more pairs than rotating keys."""
+def _stays_balanced(grid: Grid) -> bool:
+    """Returns True if the most loaded rank has at most `MAX_IMBALANCE` times as many pairs when queries rotate."""
 
-    def largest() -> tuple[int, int]:
+    def most_pairs() -> tuple[int, int]:
         """Returns the pairs of the most loaded rank if keys rotate, and if queries rotate."""
-        shards = range(grid.layout.shards)
-        # pairs[query shard][key shard]. If keys rotate, a rank computes all pairs of its query shard, a sum over a row;
-        # if queries rotate, all pairs of its key shard, a sum over a column.
-        pairs = [[grid.pairs(query, key, batch=1) for key in range(grid.key_layout.shards)] for query in shards]
+        # If keys rotate, a rank computes all pairs of its query shard, the sum over a row of the grid; if queries
+        # rotate, all pairs of its key shard, the sum over a column.
+        query_shards, key_shards = range(grid.layout.shards), range(grid.key_layout.shards)
+        pairs = [[grid.pairs(query, key, batch=1) for key in key_shards] for query in query_shards]
         return max(map(sum, pairs)), max(map(sum, zip(*pairs, strict=True)))
 
-    keys_rotate, queries_rotate = grid.cached("largest pairs", largest)
-    return queries_rotate <= MAX_IMBALANCE * keys_rotate
+    if_keys_rotate, if_queries_rotate = grid.cached("most pairs", most_pairs)
+    return if_queries_rotate <= MAX_IMBALANCE * if_keys_rotate

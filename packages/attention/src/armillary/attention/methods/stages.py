@@ -6,8 +6,8 @@ With 8 query heads, 4 key/value heads, 2 ranks and 4 query heads a stage (G = 2 
     0       q 0 2   k 0 1      q 4 6   k 2 3       a round starts with as many different key/value heads as possible
     1       q 1 3   (reused)   q 5 7   (reused)    the next query head of each group uses the same keys
 
-A round is the G stages that use the same key/value heads. Query head h uses key/value head h // G in whichever stage it
-comes, as in a model that is trained without stages.
+A round is the stages that use the same key/value heads: G, or fewer if a stage has several query heads of each group.
+Stages do not change which keys a query head uses: query head h uses key/value head h // G.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class KeyHeads(NamedTuple):
 
     @classmethod
     def of(cls, by_rank: Sequence[tuple[int, ...]]) -> KeyHeads:
-        """Returns the heads of an all-to-all, given those of each rank: consecutive, and possibly on several ranks."""
+        """Returns the heads of an all-to-all from the heads of each rank, which are consecutive and may overlap."""
         heads = tuple(sorted({head for keys in by_rank for head in keys}))
         starts = [heads.index(keys[0]) if keys else 0 for keys in by_rank]
         return cls(heads, tuple(range(start, start + len(keys)) for start, keys in zip(starts, by_rank, strict=True)))

@@ -42,7 +42,8 @@ class Teams:
             stay within a node; "p2p_intra" makes the ranks of a ring neighbours, so that its sends do.
 
     Raises:
-        ValueError: C^2 does not divide P, or an unknown placement.
+        ValueError: a team size that is not an integer of at least 1, or whose square does not divide P; an unknown
+            placement.
     """
 
     ranks: int
@@ -185,6 +186,6 @@ class Teams:
 
 
 def _deal_tokens(spans: Spans, n: int) -> list[list[range]]:
-    """Returns the spans of `n` hands, to which the tokens of a shard are dealt in turn: hand 0 gets 0, n, 2 n, ..."""
+    """Returns the spans of `n` groups, to which the tokens of a shard go in turn: group 0 gets tokens 0, n, 2 n, ..."""
     starts = list(accumulate(map(len, spans), initial=0))
-    return [[span[(turn - start) % n :: n] for span, start in zip(spans, starts, strict=False)] for turn in range(n)]
+    return [[span[(group - start) % n :: n] for span, start in zip(spans, starts, strict=False)] for group in range(n)]

@@ -6,8 +6,9 @@
     rank 2 has    q2   q1   q0   q3
     rank 3 has    q3   q2   q1   q0
 
-At each step rank r computes with the current queries. Meanwhile it sends these queries to rank r + 1, and block_out and
-block_lse of the previous step to the rank that owns the previous queries.
+At each step a rank computes with its current queries. Meanwhile it sends these queries to the next rank, and block_out
+and block_lse of the previous step to the rank that owns the previous queries. The picture has the direction r to r + 1.
+The ring turns the other way if that sends fewer tokens, as with zigzag and a causal mask.
 
 Both directions of each link are busy. The paper covers inference only. In our backward queries rotate too, with their
 dout, out and lse, and each rank sends its part of dq directly to the owner of the queries.
@@ -58,6 +59,7 @@ class TokenRing(Method):
 
     @property
     def balanced_by(self) -> Side:
+        """The side whose pairs a balanced layout makes even: keys, which stay while queries rotate."""
         return "keys"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
@@ -94,13 +96,14 @@ class TokenRing(Method):
         return pass_queries_backward(dout, saved, self.rotation(spec), DirectReduce, block)
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        """Computes the tiles and sends of calls with `spec`, on `rows` rows of the batch, ahead of these."""
         ring = self.rotation(spec)
         # A direct step has the queries of a step whose results return directly to their owner.
         for step, direct_step in zip(ring.steps, ring.direct_steps, strict=True):
             spec.plan_block(rows, step.query_shard, step.key_shard, queries=direct_step.visible_tokens)
 
     def rotation(self, spec: AttentionSpec) -> Rotation:
-        """Returns the ring of all ranks of the axis, each with its own shard. Cached per spec."""
+        """Returns the rotation around all ranks of the axis, each with its own shard. Cached per spec."""
 
         def make() -> Rotation:
             ring = RingTopology.of_all(self.axis.size, "queries")
@@ -122,8 +125,8 @@ def pass_queries_backward(
         dout: [B, T, H, Dv], of this rank's own queries.
         reduction: constructor of the `Reduction` of dq. `DirectReduce` sends each rank's part to the owner of the
             queries; `RingReduce` sends one sum along with the queries.
-        block: function of (current shard, tokens), which returns the block of these tokens' queries and this rank's
-            keys.
+        block: function of (current shard, tokens of that shard), which returns the attention of these tokens' queries
+            over this rank's keys.
 
     Returns:
         dq [B, T, H, D] of this rank's own queries, dk [B, S, K, D] and dv [B, S, K, Dv] of its keys, in the

@@ -35,7 +35,8 @@ class Ulysses(HeadMethod):
         ValueError: `inner` is not a method, or one of its axes does not form a grid of ranks with this one, such as
             this axis itself.
 
-    Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all-to-all, with Dv = D:
+    Bytes sent by a rank, for e bytes an element and a bytes an accumulated gradient element, all-to-all, with Dv = D,
+    S = T, and U that divides H and either divides K or is a multiple of it:
 
         forward    q, k, v, out       (U - 1) / U * (2 H + 2 max(K, U)) B T D e
         backward   dout, dq, dk, dv   (U - 1) / U * (2 H e + 2 max(K, U) c) B T D
@@ -43,8 +44,8 @@ class Ulysses(HeadMethod):
     Here c = e if each key/value head is on one rank. If ranks share key/value heads (K < U), they send partial sums of
     dk and dv, and c = a.
 
-    If U does not divide H: let rank u have T_u tokens before the all-to-all, and after it h_u query heads and the k_u
-    key/value heads that these use. It sends B D e (T_u sum (h_w + 2 k_w) + h_u sum T_w) forward and
+    For any U, let rank u have T_u tokens before the all-to-all, and after it h_u query heads and the k_u key/value
+    heads that these use. It sends B D e (T_u sum (h_w + 2 k_w) + h_u sum T_w) forward and
     B D (T_u sum h_w e + (h_u e + 2 k_u c) sum T_w) backward, with sums over the other ranks w.
 
     `inner` sends its own bytes too, for U T tokens and H / U heads.
@@ -55,6 +56,7 @@ class Ulysses(HeadMethod):
         self.redistributes_inputs = self.axis.size > 1 or self.inner.redistributes_inputs
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        """Runs the inner method's `plan`, with the specs of its calls."""
         self.inner.plan(self.head_call(spec).inner_spec, self.head_call(previous).inner_spec, rows)
 
     def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> PendingTensor:

@@ -54,8 +54,8 @@ class UPipe(HeadMethod, StagedMethod):
             too: instead of those of (2 S + 2 min(K, S)) heads, up to (4 S + 2 min(K, S)) within a round, and
             (4 S + 6 min(K, S)) at the last stage of a round.
 
-    Bytes sent by a rank, all-to-all, for e bytes an element and a bytes an accumulated gradient element, if U divides H
-    and K, with Dv = D:
+    Bytes sent by a rank, all-to-all, for e bytes an element and a bytes an accumulated gradient element, with Dv = D,
+    and U that divides H and either divides K or is a multiple of it:
 
         forward    q, k, v, out         (U - 1) / U * (2 H + 2 max(K, U)) B T D e, as in Ulysses
         backward   q, out, dout, k, v   (U - 1) / U * (3 H + 2 max(K, U)) B T D e
@@ -158,8 +158,8 @@ class UPipe(HeadMethod, StagedMethod):
         call = self._staged_call(spec)
 
         def differentiate_stage(stage: LocalStage, stage_tensors: list[Tensor], keys: RoundKeys) -> None:
-            # 1. q (projected again), out and dout of this rank's heads of the stage have arrived. A rank without heads
-            # in the stage returns its empty q as dq.
+            # 1. q (projected again), out and dout of this rank's heads of the stage have arrived, in this order. A rank
+            # without heads in the stage returns its empty q as dq.
             dq = stage_tensors[0]
             # 2. Backward of attention, with the saved lse: attention itself is not recomputed.
             if stage.own_indices:
@@ -221,13 +221,12 @@ class UPipe(HeadMethod, StagedMethod):
         tensors: Sequence[QueryTensor],
         run: Callable[[LocalStage, list[Tensor], RoundKeys], None],
     ) -> None:
-        """Sends the heads of each stage to their ranks, and calls run(stage, stage_tensors, keys) with the received
-        ones.
+        """Sends the heads of each stage to their ranks, and calls `run` with the tensors that this rank receives.
 
         Args:
-            tensors: functions from query heads to a tensor to send, such as q. `stage_tensors` are the received tensors
-                of the stage, in the same order, and `keys` the keys of the round.
-            run: must empty `stage_tensors`, so that their memory is free before the next stage is sent.
+            tensors: functions from query heads to a tensor to send, such as q.
+            run: function of (stage, received tensors in the order of `tensors`, keys of the round). It must empty the
+                list of received tensors, so that their memory is free before the next stage is sent.
         """
         keys, pending = None, self._send_stage(call, 0, source, tensors)
         for i, stage in enumerate(call.stages, start=1):
@@ -237,7 +236,7 @@ class UPipe(HeadMethod, StagedMethod):
                 pending = self._send_stage(call, i, source, tensors)
             if stage.all_ranks.received_keys.heads:
                 # A round starts on some rank, and every rank took part in the all-to-alls of k and v. A rank whose own
-                # round goes on has received 0 heads, and uses the keys that it has.
+                # round continues has received 0 heads, and uses the keys that it has.
                 k, v = stage_tensors[:2]
                 del stage_tensors[:2]
                 keys = RoundKeys(k, v) if stage.own_heads.starts_round or keys is None else keys
@@ -253,7 +252,7 @@ class UPipe(HeadMethod, StagedMethod):
     ) -> list[PendingTensor]:
         """Starts the all-to-alls of stage `i`: of k and v if a round starts on any rank, then of `tensors`.
 
-        Returns one function per tensor, which waits for it; none if `i` is behind the last stage. A tensor is
+        Returns one function per tensor, which waits for it; none if stage `i - 1` is the last one. A tensor is
         projected, packed, sent and freed before the next one is projected.
         """
         pending: list[PendingTensor] = []
@@ -288,7 +287,7 @@ class UPipe(HeadMethod, StagedMethod):
         If ranks share a key/value head, each sends a partial sum, in the accumulation dtype.
 
         Args:
-            keys: this rank's heads, with the sums of their gradients; 0 heads if its round goes on.
+            keys: this rank's heads, with the sums of their gradients; 0 heads if its round continues.
             sizes: number of keys of each rank.
         """
         token_grads = list[Tensor]()
@@ -300,6 +299,7 @@ class UPipe(HeadMethod, StagedMethod):
         return dk, dv
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        """Runs the inner method's `plan`, with the spec of each stage."""
         stages = zip(self._staged_call(spec).stages, self._staged_call(previous).stages, strict=True)
         # Most stages have the same inner spec, which is planned once.
         for inner_spec, inner_previous in {a.inner_spec: b.inner_spec for a, b in stages}.items():

@@ -56,8 +56,7 @@ class WallFacer(Method):
             the axis must construct the method. Construct it once and share it between layers.
         team: C.
         placement: "collect_intra" makes the members of a team neighbours, "p2p_intra" the ranks of a ring.
-        backward: the side that rotates in backward: "keys", or "queries" as published; "auto" takes the one that
-            sends fewer bytes.
+        backward: the side that rotates in backward: "keys", or "queries" as published; "auto" chooses as in `Ring`.
         gather_keys: True gathers the team's keys on each member, which sends them on together, as published. False
             makes each member send only its own keys, to all C target ranks of its team: (C - 1) 2 B T K D e less within
             teams, the same bytes between teams.
@@ -79,7 +78,8 @@ class WallFacer(Method):
     With `gather_keys=False` the (C - 1) terms of k, v, dk and dv are 0.
 
     Raises:
-        ValueError: C^2 does not divide P, or an unknown placement or backward.
+        ValueError: `team` is not an integer of at least 1 whose square divides P; an unknown placement or backward;
+            `gather_keys` is not a bool.
     """
 
     def __init__(
@@ -103,9 +103,11 @@ class WallFacer(Method):
         return self.teams.layout(length, kind, mask)
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
+        """Runs the `plan` of the ring between teams."""
         self.team_ring.plan(self._team_spec(spec), self._team_spec(previous), rows)
 
     def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> PendingGather:
+        """Starts to gather q_team (step 1)."""
         return self._gather((q,), layout)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
@@ -229,6 +231,8 @@ class TeamRing(Ring):
         self.teams, self.group = teams, team // teams.ring_size
 
     def rotation(self, side: RotatingSide, spec: AttentionSpec) -> Rotation:
+        """Returns the rotation around the ring of this rank's group and member. Cached per spec."""
+
         def make() -> Rotation:
             topology = self.teams.ring_of(self.group, self.member, side)
             return Rotation.of(self.axis, self.return_axis, topology, spec.grid)

@@ -1,11 +1,13 @@
 """Rings between the nodes of a cluster, and the queries and keys that a node has at each step. Pure.
 
-Rank n D + d is device d of node n. Device d of every node forms ring d. At each step the D devices of a node have one
-stationary and one rotating shard each, and compute attention together: all queries of the node over all its keys.
+With m devices per node, rank n m + d is device d of node n. Device d of every node is in ring d. At each step every
+device has a stationary and a rotating shard, and the devices of a node compute attention together: all queries in the
+node over all keys in it. Meanwhile device d sends its rotating shard to device d of the next node. With 2 nodes of 2
+devices and rotating keys:
 
-    step              0        1           2 nodes of 2 devices, with keys rotating
-    node 0 has     k0  k1    k2  k3        each step: device d sends its keys to device d of the next node, while all
-    node 1 has     k2  k3    k0  k1        queries of the node attend to all keys of the node
+    step              0        1
+    node 0 has     k0  k1    k2  k3
+    node 1 has     k2  k3    k0  k1
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from armillary.core import SequenceLayout
 
 
 class NodeStep(NamedTuple):
-    """The queries and keys of one node at one step.
+    """The queries and keys in one node at one step.
 
     Args:
         layout, key_layout: the positions of the queries and of the keys on each device of the node.
-        query_shards, key_shards: for each device, the shard of the full sequence to which its queries or keys belong.
+        query_shards, key_shards: for each device, the shard of the call's layout to which its queries or keys belong.
     """
 
     layout: PartialLayout
@@ -36,12 +38,13 @@ class NodeStep(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeRings:
-    """D rings of M nodes: ring d connects device d of every node.
+    """The rings of a call between nodes: ring d connects device d of every node.
 
     Args:
-        nodes, devices: M and D.
+        nodes: number of nodes.
+        devices: number of devices of a node.
         rotating_side: the side that rotates between nodes.
-        layout, key_layout: layouts over all M D ranks.
+        layout, key_layout: layouts over all ranks, those of all devices of all nodes.
         grid: visible pairs of each node and each rotating shard. The stationary shards of a node are one shard here.
     """
 
@@ -68,7 +71,7 @@ class NodeRings:
 
     @cached_property
     def rings(self) -> tuple[RingTopology, ...]:
-        """The D rings, each in the direction that sends fewer tokens. The ranks of a ring are nodes."""
+        """The ring of each device, in the direction that sends fewer tokens. The ranks of a ring are nodes."""
         nodes, rank_count = tuple(range(self.nodes)), self.nodes * self.devices
         shards = [tuple(range(device, rank_count, self.devices)) for device in range(self.devices)]
         return tuple(
@@ -77,7 +80,7 @@ class NodeRings:
         )
 
     def step(self, node: int, step: int) -> NodeStep | None:
-        """Returns the queries and keys of a node at a step; None if no query sees a key."""
+        """Returns the queries and keys in a node at a step; None if no query sees a key."""
         keys_rotate = self.rotating_side == "keys"
         rotating_layout, stationary_layout = (
             (self.key_layout, self.layout) if keys_rotate else (self.layout, self.key_layout)

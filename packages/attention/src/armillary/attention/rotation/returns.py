@@ -33,7 +33,7 @@ class ResultTokens(NamedTuple):
 
 
 class Reduction(ABC):
-    """Sums the partial results of all ranks for a shard on the rank that owns the shard.
+    """Sums the partial results that all ranks compute for a shard, on the rank that owns the shard.
 
     Args:
         rotation: the ring.
@@ -76,14 +76,14 @@ class Reduction(ABC):
 
 
 class RingReduce(Reduction):
-    """Sums travel around the ring after their shard, one step later, and each rank adds its partial result to them.
+    """Sums travel around the ring one step after their shard, and each rank adds its partial results to them.
 
-    The owner of the shard keeps its own partial result. The last rank that sees a token sends the sum of the token to
-    the owner directly.
+    The owner of the shard keeps its own partial results. The last rank that sees a token sends the token's sum directly
+    to the owner.
     """
 
     passing_sums: FlatBuffer | None = None
-    """Sums over earlier ranks, which arrive for the tokens of the current shard."""
+    """Sums over earlier ranks for the tokens of the current shard, which arrive from the previous rank."""
 
     def result_tokens(self, step: int) -> ResultTokens:
         return ResultTokens(self.rotation.steps[step].token_ranges, None)

@@ -1,9 +1,11 @@
 """The loop that all rings share: each rank computes with a shard while it sends the shard to the next rank.
 
-    for step in range(R):  # on rank r
-        start to send the current shard to rank r + 1 and to receive the next shard from rank r - 1
+    for step in range(R):
+        start to send the current shard to the next rank, and to receive the next shard from the previous rank
         compute with the current shard
         wait for both transfers
+
+The next rank of rank r is r + 1, or r - 1 if that direction sends fewer tokens (`RingTopology`).
 
 No token is sent further than to the last rank that sees it. So the tensors of a shard are *packed*: they contain only
 the tokens that this rank or a later one needs. A packed index is the index of a token in the packed tensors.
@@ -80,9 +82,9 @@ class RotatingShard:
     tensors: tuple[Tensor, ...]
 
     def take(self, packed_tokens: TokenRanges | None) -> tuple[Tensor, ...]:
-        """Returns the tensors at some packed indices, or unchanged for None.
+        """Returns the tokens with these packed indices; for None all tensors as they are.
 
-        A single run gives views, others copies.
+        Views if the tokens are one run, otherwise copies.
         """
         if packed_tokens is None or packed_tokens.count == self.token_ranges.count:
             return self.tensors

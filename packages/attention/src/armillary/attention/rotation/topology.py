@@ -50,8 +50,8 @@ class RingTopology:
         """Returns this ring or the opposite one, whichever sends fewer tokens; this one if both send as many.
 
         With a causal mask and zigzag shards, keys that travel towards lower ranks first visit the ranks that see all of
-        them and then those that see half, so that half of each shard stops early. That sends three quarters of the
-        tokens that the other direction sends.
+        them and then those that see half, so that half of each shard stops early. Without a mask each of N tokens makes
+        P - 1 hops. This direction sends 3 / 4 of these (P - 1) N tokens, the other one (P - 1/2) / P.
         """
         # The grid is the same on every rank, so that every rank chooses alike without communication.
         reach, opposite = self.reach(grid), self.opposite
