@@ -641,7 +641,7 @@ def test_missing_flash_attn_raises_and_an_unknown_name_lists_all_kernels(monkeyp
     assert FlashAttn3().refuses(on_cuda()) == "flash_attn_interface is not installed"
     assert FlashAttn4().refuses(on_cuda()) == "flash_attn.cute.interface is not installed"
     names = "cpu_flash, flash_attn_3, flash_attn_4, cudnn, flash_attn_2, cuda_flash, efficient, dense"
-    with pytest.raises(ValueError, match=rf"no kernel 'flash'; known: {names}"):
+    with pytest.raises(ValueError, match=rf"'flash'.*known: {names}"):
         choose_kernel(on_cuda(), "flash")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors
 
-from armillary.attention.mask import AttentionMask, Slice, Tree
+from armillary.attention.mask import AttentionMask, Prefix, Slice, Tree
 from armillary.attention.reference import visible_pairs
 from conformance.draw_masks import (
     block_mask,
@@ -199,6 +199,12 @@ def test_kinds_with_equal_pairs_are_different_masks():
     assert all(torch.equal(oracle_pairs(mask, 8)[0], oracle_pairs(same[0], 8)[0]) for mask in same)
 
 
+def test_a_prefix_without_documents_is_of_one_document():
+    mask = AttentionMask(pattern=Prefix((3,)))
+    assert np.array_equal(mask.slices(8)[0], AttentionMask.prefix((0, 8), (3,)).slices(8)[0])
+    assert torch.equal(mask.visible(torch.arange(8), torch.arange(8)), oracle_pairs(mask, 8)[0])
+
+
 def test_arguments_may_be_tensors_and_arrays():
     documents, spans = (0, 3, 8), [range(4, 6)]
     drawn_masks = [
@@ -333,6 +339,8 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: AttentionMask.prefix((0, 3, 3), (1, 0)), "rise"),
     (lambda: AttentionMask.prefix((0, 8), (1.0,)), "1.0"),  # pyright: ignore[reportArgumentType]
     (lambda: replace(AttentionMask.prefix((0, 8), (1,)), causal=False), "causal=False"),
+    (lambda: AttentionMask(pattern=Prefix((3,))).slices(8, 4), "8 queries and 4 keys"),
+    (lambda: AttentionMask(pattern=Prefix((3, 1))).slices(8), "2 prefixes for 1 documents"),
     # chunks
     (lambda: AttentionMask.chunked(0), "size=0"),
     (lambda: AttentionMask.chunked(2.0), "size=2.0"),  # pyright: ignore[reportArgumentType]

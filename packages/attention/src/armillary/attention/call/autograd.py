@@ -88,7 +88,7 @@ def _run_backward(
     """Returns the gradients of q, k and v; or of x and the parameters.
 
     Args:
-        saved: the tensors that `Attention.forward` saved for backward.
+        saved: the tensors that `Attention.forward` saved for backward, without those for the gradient of sinks.
         key_shape: (S, K), tokens and heads of the call's keys; empty for a call on hidden states.
     """
     key = OpKey(*key_values)
@@ -150,7 +150,10 @@ _backward = compat.define_op(
 
 
 class Attention(torch.autograd.Function):
-    """Autograd around the op pair. Its tensors are q, k and v; in a graph also x and the projections' tensors."""
+    """Autograd around the op pair.
+
+    Its tensors are q, k and v; or, for a call on hidden states in a graph, x and the tensors of `ProjectionParts`.
+    """
 
     @staticmethod
     def forward(
@@ -201,7 +204,7 @@ class Attention(torch.autograd.Function):
 
 
 def refuse_gradients(grads: Sequence[Tensor | None], is_traced: bool) -> None:
-    """Raises ValueError if lse has a gradient.
+    """Raises ValueError if lse has a gradient. For a traced call, the graph raises RuntimeError when it runs.
 
     Args:
         grads: gradients of all results except out.

@@ -30,9 +30,9 @@ from armillary.core.observe.ledger import phase
 class AttentionCall:
     """A call of a method on q, k and v.
 
-    `forward` returns out [B, T, H, Dv] and lse [B, T, H], which is empty if nobody needs it. If the method
-    redistributes its inputs, the tensors for `backward` follow. Results do not share memory with inputs, as an op
-    requires.
+    `forward` returns out [B, T, H, Dv] and lse [B, T, H], which is empty if it is not needed and would cost
+    communication (`needs_lse`). If the method redistributes its inputs, the tensors for `backward` follow. Results do
+    not share memory with inputs, as an op requires.
 
     Args:
         with_lse: True if the caller requests lse.

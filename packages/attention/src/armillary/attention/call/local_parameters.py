@@ -17,7 +17,7 @@ def with_local_parameters(projections: Projections, sharding_axes: frozenset[str
     """Returns the projections on local tensors; `TokenProjections` if the originals are.
 
     Args:
-        sharding_axes: mesh axes whose ranks have different tokens or heads.
+        sharding_axes: mesh axes whose ranks have different rows, tokens or heads.
     """
     by_token = hasattr(projections, "of_tokens")  # isinstance of a Protocol cannot be traced
     return (LocalTokenProjections if by_token else LocalProjections)(projections, sharding_axes)
@@ -82,7 +82,7 @@ class LocalPartsMode(TorchFunctionMode):
     def local(self, value: Any) -> Any:
         """Returns an argument with each DTensor in it replaced by its local part."""
         if isinstance(value, DTensor):
-            # Ranks that use a replicated parameter for different tokens or heads each have a share of its gradient.
+            # Ranks that use a replicated parameter for different rows, tokens or heads have a share of its gradient.
             names = value.device_mesh.mesh_dim_names or ()
             gradient = [
                 Partial() if name in self.sharding_axes and placement == Replicate() else placement

@@ -127,5 +127,5 @@ class AttentionSpec(CachesDerived):
 
 @lru_cache(maxsize=256)
 def key_heads_of(heads: int, key_heads: int) -> tuple[int, ...]:
-    """Returns the key/value head of each query head h of a model: h // (H / K)."""
+    """Returns the key/value head of each of H query heads: h // (H / K) for query head h, with K key/value heads."""
     return tuple(h * key_heads // heads for h in range(heads))

@@ -161,8 +161,8 @@ def check_sequence_layout(method: AttentionMethod, layout: SequenceLayout | None
         tokens: number of tokens that this rank passed.
 
     Raises:
-        ValueError: there are several shards but no layout; the layout is over another number of ranks; or its shard of
-            this rank does not have `tokens` tokens.
+        ValueError: there are several shards but no layout; the layout is over another number of ranks, or over all
+            ranks and not made by `refine`; its shard of this rank does not have `tokens` tokens.
     """
     shards, sequence_shards = method.shards, method.sequence_shards
     if layout is None:

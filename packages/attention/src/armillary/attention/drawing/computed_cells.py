@@ -84,7 +84,7 @@ class ComputedCells:
                 yield StepLabel(*center, int(self.step[y, x]), color, min(size, MAX_FONT_SIZE))
 
 
-def has_steps(layout: SequenceLayout) -> bool:
+def has_strided_spans(layout: SequenceLayout) -> bool:
     """Returns True if neighbouring positions are in different shards, as in the striped layout."""
     return any(span.step > 1 for spans in _shard_spans(layout) for span in spans)
 
@@ -95,7 +95,7 @@ def _shard_spans(layout: SequenceLayout) -> list[Any]:
 
 def _runs(layout: SequenceLayout, edges: Integers) -> list[tuple[int, int]]:
     """Returns (first cell, end cell) of each run of adjacent positions in one shard, if long enough for a number."""
-    if has_steps(layout):
+    if has_strided_spans(layout):
         # Each position is a run, and a cell: a picture of so few tokens has one cell per token.
         return [(p, p + 1) for p in range(layout.length)] if layout.length <= 1 / MIN_SHARE else []
     spans = [span for spans in _shard_spans(layout) for span in spans if len(span) >= MIN_SHARE * layout.length]

@@ -11,7 +11,7 @@ import numpy as np
 
 from armillary.attention.drawing.cells import cell_areas, cell_edges, count_pairs, count_positions
 from armillary.attention.drawing.colors import blend, light_colors, rank_colors
-from armillary.attention.drawing.computed_cells import ComputedCells, has_steps
+from armillary.attention.drawing.computed_cells import ComputedCells, has_strided_spans
 from armillary.attention.drawing.shares import Shares, blocks_of, shares_of
 from armillary.attention.mask import AttentionMask, Blocks, ImageSpans, Tree
 from armillary.attention.registry import DEFAULT_OPTIONS, MethodOptions
@@ -53,8 +53,8 @@ def draw_mask(
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the mask or the layout has another length, the method does not fit the layout, or the suffix of
-            `path` is none of `FORMATS`.
+        ValueError: the mask or the layout has another length, the method is unknown or does not fit the layout, the
+            suffix of `path` is none of `FORMATS`, or `path` is a folder or in a folder that does not exist.
         OSError: the file cannot be written.
     """
     path = check_path(Path(path))
@@ -72,7 +72,7 @@ def draw_mask(
         figure = Figure((12, 4.4), layout="constrained")
         panels = figure.subplot_mosaic("ABC;ABD", width_ratios=[1, 1, 0.75], height_ratios=[1, 1])
         draw_structure(panels["A"], mask, edges)
-        coarse = cell_edges(length, MIXED_CELLS if has_steps(layout) and length > CELLS else CELLS)
+        coarse = cell_edges(length, MIXED_CELLS if has_strided_spans(layout) and length > CELLS else CELLS)
         cells = ComputedCells.of(blocks_of(layout, mask, method, options), mask, coarse, layout.shards)
         draw_computed(panels["B"], cells, f"rank and step that compute each pair: {method}")
         draw_layout(panels["C"], layout, edges)

@@ -69,15 +69,15 @@ def choose_kernel(inputs: Inputs, requested_kernel: str | Kernel | None = None) 
         ValueError: the requested kernel, or every kernel, refuses the inputs, with the reasons; `requested_kernel` is
             neither a kernel nor the name of one.
     """
-    names = ", ".join(kernel.name for kernel in KERNELS)
-    if not isinstance(requested_kernel, str | None) and not hasattr(requested_kernel, "refuses"):
-        raise ValueError(f"kernel={requested_kernel!r} is no kernel, nor a name: {names}")
-    if isinstance(requested_kernel, str) and requested_kernel not in names.split(", "):
-        raise ValueError(f"no kernel {requested_kernel!r}; known: {names}")
-    if requested_kernel is not None and not isinstance(requested_kernel, str):
+    if requested_kernel is None or isinstance(requested_kernel, str):
+        candidates = [x for x in kernel_candidates(inputs) if requested_kernel in (None, x.kernel.name)]
+    elif hasattr(requested_kernel, "refuses"):
         candidates = [KernelCandidate(requested_kernel, requested_kernel.refuses(inputs), None)]
     else:
-        candidates = [x for x in kernel_candidates(inputs) if requested_kernel in (None, x.kernel.name)]
+        candidates = []
+    if not candidates:
+        names = ", ".join(kernel.name for kernel in KERNELS)
+        raise ValueError(f"kernel={requested_kernel!r} is neither a kernel nor the name of one; known: {names}")
     for candidate in candidates:
         if candidate.refusal is None:
             return candidate.kernel

@@ -51,5 +51,5 @@ class CudaFlash(Flash):
 
 
 def _options(call: FlashCall) -> dict[str, float]:
-    left, right = call.window
-    return {"scale": call.scores.scale, "window_size_left": left, "window_size_right": right}
+    left_width, right_width = call.window
+    return {"scale": call.scores.scale, "window_size_left": left_width, "window_size_right": right_width}

@@ -46,8 +46,9 @@ class FlashAttn4(Flash):
 def _options(call: FlashCall) -> dict[str, Any]:
     """Returns the keyword arguments that forward and backward share."""
     # This interface takes None for an unbounded side, not -1, and no window beside `causal`.
-    left, right = (None if side < 0 else side for side in call.window)
-    options: dict[str, Any] = {"softmax_scale": call.scores.scale, "causal": left is None and right == 0}
-    if not options["causal"]:
-        options |= {"window_size_left": left, "window_size_right": right}
+    left_width, right_width = (None if side < 0 else side for side in call.window)
+    is_causal = left_width is None and right_width == 0
+    options: dict[str, Any] = {"softmax_scale": call.scores.scale, "causal": is_causal}
+    if not is_causal:
+        options |= {"window_size_left": left_width, "window_size_right": right_width}
     return options if call.lengths is None else options | call.lengths.by_name

@@ -23,7 +23,7 @@ class Inputs:
         device: device type.
         head_dim, value_dim: head dim of q and k, and of v.
         capability: compute capability of a CUDA device; None if it is unknown (a fake tensor) or the device not CUDA.
-        cudnn: version of cuDNN, such as 91900 for 9.19; None if unknown.
+        cudnn: version of cuDNN, such as 91900 for 9.19; 0 if torch has none; None if unknown.
         deterministic: True if torch raises for algorithms whose results differ from run to run.
         windowed: True if the mask has a window.
         documents: True if the mask has documents or a pattern, which make tiles of many lengths.

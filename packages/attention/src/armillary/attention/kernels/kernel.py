@@ -52,11 +52,13 @@ class Kernel(Protocol):
     accumulation dtype (float32, or float64 for float64). The caller guarantees that every query sees at least one key,
     that tensors have `contiguous_rows`, and that the scale is positive.
 
-    A subclass must define `cut`, `forward` and `backward`.
+    A subclass must define `name`, `cut`, `forward` and `backward`.
     """
 
     name: str
+    """Value of the argument `kernel` of a call that selects this kernel."""
     limits: ClassVar[Limits] = Limits()
+    """The inputs that the kernel supports; by default all."""
 
     def refuses(self, inputs: Inputs) -> str | None:
         """Returns the reason why the kernel does not support these inputs; None if it does. By default by `limits`."""

@@ -47,7 +47,7 @@ class Sequences(NamedTuple):
 
     Args:
         queries, keys: number of queries and keys of each sequence.
-        band: band of the first piece. The bands of the others may differ, but all have the same `Kernel.pack_key`.
+        band: band of the first piece. Other bands may differ, but all pieces have the same `PackingKernel.pack_key`.
     """
 
     queries: tuple[int, ...]

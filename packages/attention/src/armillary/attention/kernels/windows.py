@@ -35,9 +35,10 @@ def cut_rows(tile: Tile) -> tuple[Tile, ...]:
     """
     low, high = tile.offsets
     queries, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
-    left, right = window_of((low, high), queries, keys)
-    exact = right < keys if right >= 0 else left < 0 or queries <= keys + 1
-    if exact:
+    left_width, right_width = window_of((low, high), queries, keys)
+    # The two changes of the module's docstring: a right side of S or more, and a left side alone if T > S + 1.
+    is_kept = right_width < keys if right_width >= 0 else left_width < 0 or queries <= keys + 1
+    if is_kept:
         return (tile,)
     ends = {tile.q0, tile.q1}
     ends |= set() if low is None else {tile.q0 + 1 - low}

@@ -50,7 +50,7 @@ class AttentionMask:
     Raises:
         ValueError: a window that is not two sides, each None or an integer of at least 0; boundaries that are not
             integers, do not start at 0, do not rise, or are given for some rows only; `causal` that is not a bool or
-            contradicts the pattern; documents beside a pattern that accepts none.
+            contradicts the pattern; documents, or documents of several rows, beside a pattern that accepts none.
     """
 
     # FSDP2 rebuilds every dataclass among a module's arguments at each call, and visits all numbers in its fields. So
@@ -111,7 +111,7 @@ class AttentionMask:
                 range `keys` iff low <= j - i <= high. Ranges have step 1; None is an unbounded side.
 
         Raises:
-            ValueError: two slices that share a pair; the message names both slices and the pair.
+            ValueError: a value that is not a slice; two slices that share a pair, with both slices and the pair.
         """
         return cls(causal=False, pattern=SliceList(slices))
 
@@ -142,7 +142,7 @@ class AttentionMask:
             prefixes: number of tokens of each document's prefix.
 
         Raises:
-            ValueError: prefixes for another number of documents, or longer than their documents.
+            ValueError: prefixes for another number of documents, negative, or longer than their documents.
         """
         mask = cls(documents=documents, pattern=Prefix(prefixes))
         cast(Prefix, mask.pattern).check(mask.boundaries(), 0, 0)
@@ -160,6 +160,9 @@ class AttentionMask:
         Args:
             origin: where chunks are counted from: the start of each "document", or the start of the "row", as in
                 transformers.
+
+        Raises:
+            ValueError: a size below 1, or an unknown origin.
         """
         return cls(documents=documents, pattern=Chunked(size, origin))
 
@@ -177,7 +180,7 @@ class AttentionMask:
             window: (left, right); the right side has no effect, because later keys are visible within a span only.
 
         Raises:
-            ValueError: spans that overlap, or reach beyond their document.
+            ValueError: spans that are not ranges of step 1, overlap, or reach beyond their document.
         """
         mask = cls(window=window, documents=documents, pattern=ImageSpans(spans))
         ends = mask.boundaries()
@@ -194,12 +197,19 @@ class AttentionMask:
             block: tokens of a block; the last block may be shorter.
             length: number of queries. By default the mask fits any length of n blocks.
             causal: True also hides later keys.
+
+        Raises:
+            ValueError: a table that is not bool with two dims, a block below 1, a length that does not make n blocks.
         """
         return cls(causal=causal, pattern=Blocks(visible, block, length))
 
     @classmethod
     def rows(cls, masks: Iterable[AttentionMask]) -> AttentionMask:
-        """One mask for each row of a batch. `replace(mask, window=...)` narrows the mask of each row."""
+        """One mask for each row of a batch. `replace(mask, window=...)` narrows the mask of each row.
+
+        Raises:
+            ValueError: no masks, or a mask that itself differs between rows.
+        """
         return cls(causal=False, pattern=RowMasks(tuple(masks)))
 
     # -- as a value ---------------------------------------------------------------------------------------------------
@@ -222,7 +232,7 @@ class AttentionMask:
         return f"{type(self).__name__}({', '.join(f'{name}={short_repr(value)}' for name, value in fields.items())})"
 
     def narrow(self, left: int | None) -> Self:
-        """Returns the mask with a window of at most `left` keys before each query; None: the mask itself."""
+        """Returns the mask with a left side of the window of at most `left` keys; None: the mask itself."""
         before, after = self.window or (None, None)
         if left is None or (before is not None and before <= left):
             return self
@@ -318,7 +328,7 @@ class AttentionMask:
 
     @property
     def _row_pattern(self) -> RowPattern | None:
-        """The pattern, of a mask that is of one row: it is no `RowMasks`."""
+        """The pattern of a mask of one row, which is not `RowMasks`."""
         return cast("RowPattern | None", self.pattern)
 
     # -- for a sequence -----------------------------------------------------------------------------------------------
@@ -424,7 +434,7 @@ class AttentionMask:
     def visible(self, queries: Tensor, keys: Tensor, row: int = 0) -> Tensor:
         """Returns bool [T, S], True if the query at position queries[t] sees the key at position keys[s].
 
-        For few tokens: it computes every pair.
+        For few tokens: its memory and time grow with T x S.
         """
         length = 1 + max(int(x.max()) if x.numel() else 0 for x in (queries, keys))
         visible = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)

@@ -40,7 +40,11 @@ class BoundedCache(Generic[Key, Value]):
         return [(key, value) for key, value, _ in reversed(self.entries)]
 
     def add(self, key: Key, value: Value, mask: AttentionMask) -> Value:
-        """Adds a value, drops the oldest entries that no longer fit, and returns the value."""
+        """Adds a value, drops the oldest entries that no longer fit, and returns the value.
+
+        Args:
+            mask: the mask from which the value was computed. Its length gives the estimated size.
+        """
         size = ENTRY_BYTES if mask.numbers is None else ENTRY_BYTES + BYTES_PER_NUMBER * mask.numbers.numel()
         # A new list instead of an update in place: other threads may be reading.
         entries = [*self.entries[1 - MAX_ENTRIES :], (key, value, size)]

@@ -14,8 +14,8 @@ def layout_of(
 
     Args:
         mask: the mask under which a balanced layout has even work; causal by default.
-        balanced_by: the side whose work a balanced layout makes even, as in `SequenceLayout.balanced`. None: a layout
-            that ignores traffic (`send_cost=0`).
+        balanced_by: the side whose work a balanced layout makes even, as in `SequenceLayout.balanced`. None: both
+            sides, and bytes are ignored (`send_cost=0`).
 
     Raises:
         ValueError: another kind, or a mask of another type.

@@ -14,7 +14,7 @@ from armillary.core.slices import Integers, Slices, band
 from armillary.core.validation import Window
 
 Ends = tuple[int, ...] | None
-"""Boundaries of a row's documents."""
+"""Boundaries of a row's documents; None without documents."""
 
 
 class Pattern(ABC):

@@ -37,9 +37,11 @@ class Prefix(RowPattern):
         return cls(numbers)
 
     def check(self, ends: Ends, queries: int, keys: int) -> None:
-        if ends is None or len(ends) - 1 != len(self.prefixes):
-            documents = 1 if ends is None else len(ends) - 1
-            raise ValueError(f"{len(self.prefixes)} prefixes for {documents} documents; each needs one, 0 for none")
+        if queries != keys:
+            raise ValueError(f"prefixes for {queries} queries and {keys} keys; both must be of one sequence")
+        ends = (0, queries) if ends is None else ends
+        if len(ends) - 1 != len(self.prefixes):
+            raise ValueError(f"{len(self.prefixes)} prefixes for {len(ends) - 1} documents; each needs one, 0 for none")
         for document, prefix in enumerate(self.prefixes):
             tokens = ends[document + 1] - ends[document]
             if prefix > tokens:
@@ -47,12 +49,12 @@ class Prefix(RowPattern):
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
         """Returns two slices for each document: the keys of its prefix, and the causal square of the later tokens."""
-        bounds, prefixes = np.array(ends or (0, queries)), np.array(self.prefixes)
+        bounds, prefixes = np.array((0, queries) if ends is None else ends), np.array(self.prefixes)
         starts, stops, prefix_ends = bounds[:-1], bounds[1:], bounds[:-1] + prefixes
         far = np.full_like(starts, FAR)
         # (q0, q1, k0, k1, low, high): all tokens of the document see the prefix; later tokens see each other causally.
         columns = np.stack((starts, stops, starts, prefix_ends, -far, far), axis=1)
         squares = np.stack((prefix_ends, stops, prefix_ends, stops, -far, 0 * far), axis=1)
-        # A document without a prefix, or without later tokens, has an empty slice.
+        # Drops the empty slices of documents without a prefix, or without later tokens.
         slices = np.concatenate((columns, squares))
         return slices[(slices[:, 0] < slices[:, 1]) & (slices[:, 2] < slices[:, 3])]

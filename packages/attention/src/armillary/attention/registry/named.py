@@ -37,11 +37,10 @@ def build_attention(
     """Constructs the method `name` on the axes of `mesh` (from `build_mesh`).
 
     Args:
-        name: "local"; on the sequence axis `ring` "ring", "token_ring", "wallfacer" or "all_gather"; on two axes
-        `nodes`
-            and `devices` in its place "ring+ring" or "ring+token_ring"; on the head axis `ulysses` "ulysses" or
-            "upipe"; or a head method around a sequence method, such as "upipe+wallfacer" or
-            "ulysses+ring+token_ring". "usp" is "ulysses+ring". If `ring` has one rank, its method is `Local`.
+        name: "local"; on the sequence axis `ring`: "ring", "token_ring", "wallfacer" or "all_gather"; on the axes
+            `nodes` and `devices` instead of `ring`: "ring+ring" or "ring+token_ring"; on the head axis `ulysses`:
+            "ulysses" or "upipe"; or a head method around a sequence method, such as "upipe+wallfacer" or
+            "ulysses+ring+token_ring". "usp" is "ulysses+ring". On a sequence axis of one rank the method is `Local`.
         heads_per_stage: query heads per stage of UPipe, over all ranks of the head axis. By default one per rank, which
             takes the least memory.
         team, placement: arguments of WallFacer. By default the largest team that fits.
@@ -49,8 +48,7 @@ def build_attention(
 
     Raises:
         ValueError: the name is unknown, an axis with more than one rank is not used, an option belongs to another
-        method,
-            or the mesh lacks an axis of the method.
+            method, or the mesh lacks an axis of the method.
     """
     return named_method(name, MethodOptions(heads_per_stage, team, placement, backward)).build(mesh)
 
@@ -72,7 +70,7 @@ def build_comm_plan(
         work: the shape of a call, with a layout of `ring` shards.
         ring, ulysses: number of ranks on the sequence axis and on the head axis.
         nodes: number of nodes into which "ring+ring" and "ring+token_ring" divide the `ring` ranks. By default the
-            smallest number above 1.
+            smallest divisor above 1.
 
     Raises:
         ValueError: as `build_attention`; or `work` has another number of shards, there are fewer query heads than

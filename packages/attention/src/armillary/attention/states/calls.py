@@ -1,4 +1,4 @@
-"""Checked calls of the layers with a state: makes the plan, the kernel and the operands from a layer's arguments.
+"""Checked calls of the layers with a state: the plan, the kernel and the operands from a layer's arguments.
 
 Both layers compute S_t = a_t S_{t-1} + k_t u_t^T and o_t = S_t^T q_t (`chunks.py`), with different `Operands`.
 """

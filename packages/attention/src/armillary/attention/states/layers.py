@@ -87,7 +87,7 @@ def ssd(
     Args:
         x: [B, T, H, D], this rank's tokens.
         dt: [B, T, H], above 0: after the softplus.
-        A: [H], below 0; whole on every rank. Its gradient is this rank's share of a sum.
+        A: [H], below 0; the same on every rank of the axis. Its gradient is this rank's share of a sum.
         Bm, Cm: [B, T, G, Ns]. Head h uses group h // (H / G).
         layout, axis, mask: as in `gated_delta_rule`.
         initial_state: [B, H, D, Ns]; as in `gated_delta_rule`.

@@ -282,7 +282,7 @@ def _tree_roots(runs: Sequence[ShardRun]) -> list[int]:
 
 
 def exchange_counts(layout: SequenceLayout, rows: tuple[Segments, ...]) -> tuple[list[int], list[int]]:
-    """Returns the numbers of states and of maps that each rank gathers, as a `StateExchange` has them."""
+    """Returns the numbers of states and of maps that each rank sends, as in `StateExchange`."""
     runs = _runs(layout, rows)
     roots, boundary_runs = _tree_roots(runs), _boundary_runs(runs, layout.length)
     map_runs = [run for run in boundary_runs if runs[roots[run]].previous != NONE]

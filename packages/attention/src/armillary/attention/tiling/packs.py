@@ -118,9 +118,9 @@ def _shift(tokens: range, offset: int) -> range:
 def _gap(ranges: list[range], tokens: range) -> int | None:
     """Returns the index at which to insert `tokens` into sorted disjoint ranges; None if they overlap one of these."""
     index = bisect_left(ranges, tokens.start, key=lambda run: run.start)
-    overlaps_left = index > 0 and ranges[index - 1].stop > tokens.start
-    overlaps_right = index < len(ranges) and ranges[index].start < tokens.stop
-    return None if overlaps_left or overlaps_right else index
+    overlaps_previous = index > 0 and ranges[index - 1].stop > tokens.start
+    overlaps_next = index < len(ranges) and ranges[index].start < tokens.stop
+    return None if overlaps_previous or overlaps_next else index
 
 
 def _call_of(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> SingleCall | PackedCall:

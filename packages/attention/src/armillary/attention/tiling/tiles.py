@@ -58,18 +58,18 @@ def _array_of(tiles: list[Tile]) -> Integers:
 
 
 def _join(tiles: Integers) -> Integers:
-    """Joins each of the tiles [n, 6] with the tile to its left, if their union is a band."""
+    """Joins each of the tiles [n, 6] with a tile that ends at the column where it starts, if their union is a band."""
     is_candidate = _may_join(tiles)  # mostly few, which keeps the slow loop below short
     if not is_candidate.any():
         return tiles
-    # Joined tiles by the column at which they end. The left neighbours of a tile end where it starts.
+    # Tiles that are joined as far as possible, by the column at which they end.
     by_end = dict[int, list[Tile]]()
     for tile in sorted(_tiles_of(tiles[is_candidate]), key=lambda tile: (tile.k0, tile.q0)):
-        neighbours, union = by_end.get(tile.k0, []), None
-        for neighbour in neighbours:
+        left_neighbours, union = by_end.get(tile.k0, []), None
+        for neighbour in left_neighbours:
             union = _joint_band(neighbour, tile)
             if union is not None:
-                neighbours.remove(neighbour)
+                left_neighbours.remove(neighbour)
                 break
         union = union or tile
         by_end.setdefault(union.k1, []).append(union)
@@ -95,21 +95,22 @@ def _may_join(tiles: Integers) -> NDArray[np.bool_]:
     return np.isin(starts, stops) | np.isin(stops, starts)
 
 
-def _joint_band(left: Tile, right: Tile) -> Tile | None:
-    """Returns the union of tile `left` and tile `right`, if it is a band and the tiles are adjacent; otherwise None."""
-    if left.k1 != right.k0:
+def _joint_band(left_tile: Tile, right_tile: Tile) -> Tile | None:
+    """Returns the union of two tiles, if the right one starts where the left one ends and the union is a band."""
+    if left_tile.k1 != right_tile.k0:
         return None
     # Fast path of most cases: if neither tile has a lower bound, both must end at the same row; if neither has an upper
     # bound, both must start at the same row.
-    if left.low is right.low is None and left.q1 != right.q1:
+    if left_tile.low is right_tile.low is None and left_tile.q1 != right_tile.q1:
         return None
-    if left.high is right.high is None and left.q0 != right.q0:
+    if left_tile.high is right_tile.high is None and left_tile.q0 != right_tile.q0:
         return None
     # A tile may lack a bound of the union that excludes none of its own pairs. So each bound of either tile is tried:
     # the union must give back both tiles when it is cut at the column between them.
-    for low in dict.fromkeys((left.low, right.low)):
-        for high in dict.fromkeys((left.high, right.high)):
-            tile = Tile(min(left.q0, right.q0), max(left.q1, right.q1), left.k0, right.k1, low, high)
-            if tile.columns(tile.k0, right.k0) == left and tile.columns(right.k0, tile.k1) == right:
-                return tile
+    rows, cut = (min(left_tile.q0, right_tile.q0), max(left_tile.q1, right_tile.q1)), right_tile.k0
+    for low in dict.fromkeys((left_tile.low, right_tile.low)):
+        for high in dict.fromkeys((left_tile.high, right_tile.high)):
+            union = Tile(*rows, left_tile.k0, right_tile.k1, low, high)
+            if union.columns(union.k0, cut) == left_tile and union.columns(cut, union.k1) == right_tile:
+                return union
     return None
