@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from armillary.core import (
-    AXES,
     Axis,
     CommLedger,
     FlatBuffer,
@@ -38,6 +37,9 @@ def mesh_facts() -> tuple[tuple[str, ...], int, int, list[int], list[int]]:
     built = mesh(shard=2, ring=2, ulysses=2)
     ring, ulysses = Axis.of(built["ring"]), Axis.of(built["ulysses"])
     return built.mesh_dim_names, ring.rank, ulysses.rank, ring.ranks(), ulysses.ranks()
+
+
+AXES = ("replicate", "shard", "ring", "ulysses", "tp")
 
 
 def test_a_mesh_has_all_axes_innermost_last(worlds):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from armillary.attention import Local, build_attention
-from armillary.core import AXES, SequenceLayout, distribute_sequence, gather_sequence
+from armillary.core import SequenceLayout, distribute_sequence, gather_sequence
 from armillary.core.testing import Dispatched, mesh, relative_error
 from armillary.models import (
     GPT,
@@ -57,7 +57,7 @@ def ids_and_labels() -> tuple[Tensor, Tensor]:
 
 def axes_of(over: DeviceMesh) -> DeviceMesh:
     """The axes of more than one rank: with all five, torch takes seconds to place a quotient of two DTensors."""
-    return over[tuple(name for place, name in enumerate(AXES) if over.size(place) > 1)]
+    return over[tuple(name for place, name in enumerate(over.mesh_dim_names) if over.size(place) > 1)]
 
 
 def placed(x: Tensor, layout: SequenceLayout, over: DeviceMesh, dim: int = 1) -> DTensor:

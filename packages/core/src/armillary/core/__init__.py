@@ -26,7 +26,7 @@ from armillary.core.collectives.reduce_scatter import start_reduce_scatter, star
 from armillary.core.gradients import clip_gradients, sum_gradients
 from armillary.core.labels import LabelTriples
 from armillary.core.layout import SequenceLayout, attention_balance, attention_traffic
-from armillary.core.mesh import AXES, Axis, build_mesh, start_process_group, world_size
+from armillary.core.mesh import Axis, build_mesh, start_process_group, world_size
 from armillary.core.neighbours.moves import halo, relayout, shift, short_convolution
 from armillary.core.observe.label import label
 from armillary.core.observe.ledger import CommLedger
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from armillary.core.sequence import distribute_sequence, gather_sequence, sequence_from_local
 
 __all__ = [
-    "AXES",
     "Axis",
     "Collective",
     "CommLedger",

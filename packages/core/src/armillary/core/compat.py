@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+# -- process groups ---------------------------------------------------------------------------------------------------
+
+
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
     """Sets the time that an operation on `group` may wait."""
     # Public from torch 2.15 on.
@@ -40,25 +43,53 @@ def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | Non
     return getattr(options, "_timeout", None)
 
 
-def find_group(name: str) -> dist.ProcessGroup:
-    """Returns the process group whose `group_name` is `name`."""
-    return cast(Any, dist.distributed_c10d)._resolve_process_group(name)
-
-
 def host_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
     """Returns the time that the host may wait for an operation on `group`; None on CUDA, where the stream waits."""
     # gloo ignores a group's time-out in sends and receives. So callers pass the returned time to `Work.wait`.
     return group_timeout(group, device_type) if device_type == "cpu" else None
 
 
-def device_error() -> Exception | None:
-    """Returns the error of the current accelerator, such as a kernel's illegal memory access; None if it has none."""
-    # Queries the stream and does not synchronize: after the loss of a rank, kernels of collectives may never end.
+def find_group(name: str) -> dist.ProcessGroup:
+    """Returns the process group whose `group_name` is `name`."""
+    return cast(Any, dist.distributed_c10d)._resolve_process_group(name)
+
+
+def unbox_group(group: Any) -> dist.ProcessGroup:
+    """Returns the process group that an op of torch.distributed received as a boxed argument."""
+    return cast(Any, dist.ProcessGroup).unbox(group)
+
+
+def default_store() -> dist.Store:
+    """Returns the store through which the default process group was started."""
+    return cast(Any, dist.distributed_c10d)._get_default_store()
+
+
+def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: Any | None = None) -> dist.ProcessGroup:
+    """Creates a process group of some ranks of the world. Exactly these ranks must call it.
+
+    Args:
+        ranks: global ranks of the group, in its order.
+        name: name of the group, the same on all of its ranks. No other group of these ranks may have it.
+        timeout: time that an operation on the group may wait; by default the backend's default.
+        like: `priority_options` of another group, whose priority and CTA limit the new group gets.
+    """
+    # `dist.new_group(use_local_synchronization=True)` derives the name from the number of groups that this rank has
+    # created. Ranks that have created different numbers of groups would wait for each other forever.
+    c10d: Any = dist.distributed_c10d
+    default: Any = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[default]
+    duration: timedelta = c10d._get_default_timeout(c10d.Backend(backend)) if timeout is None else timeout
+    members = len(ranks), list(ranks).index(dist.get_rank()), list(ranks)
+    # With a bound device torch would split the default group's NCCL communicator, which waits for all of its ranks.
+    bound, default.bound_device_id = default.bound_device_id, None
     try:
-        torch.accelerator.current_stream().query()
-    except torch.AcceleratorError as error:
-        return error
-    return None
+        options = None if like is None else high_priority(duration, like.config.max_ctas)
+        settings = {"backend_options": options, "timeout": duration}
+        group, _ = c10d._new_process_group_helper(*members, c10d.Backend(backend), store, name, **settings)
+    finally:
+        default.bound_device_id = bound
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
 
 
 def high_priority(timeout: timedelta, max_ctas: int | None = None) -> Any:
@@ -105,90 +136,36 @@ def has_several_backends() -> bool:
     return "," in str(backend)  # such as "cpu:gloo,cuda:nccl"
 
 
-def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: Any | None = None) -> dist.ProcessGroup:
-    """Creates a process group of some ranks of the world. Exactly these ranks must call it.
+# -- messages ---------------------------------------------------------------------------------------------------------
 
-    Args:
-        ranks: global ranks of the group, in its order.
-        name: name of the group, the same on all of its ranks. No other group of these ranks may have it.
-        timeout: time that an operation on the group may wait; by default the backend's default.
-        like: `priority_options` of another group, whose priority and CTA limit the new group gets.
+
+def all_gather_single(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Starts an all-gather of the flat tensor `x` of each rank into the flat tensor `into`."""
+    # torch 2.13 renames the function and deprecates the old name.
+    current: Any = getattr(dist, "all_gather_single", None)
+    return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))
+
+
+def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> list[dist.Work]:
+    """Starts receives and sends of contiguous tensors, which are given by rank of the group.
+
+    Backends with batches (NCCL) start all messages as one batch and return a single work, whose event is recorded after
+    all of them and which keeps their tensors alive. Other backends return one work for each message.
     """
-    # `dist.new_group(use_local_synchronization=True)` derives the name from the number of groups that this rank has
-    # created. Ranks that have created different numbers of groups would wait for each other forever.
-    c10d: Any = dist.distributed_c10d
-    default: Any = c10d._get_default_group()
-    backend, store = c10d._world.pg_map[default]
-    duration: timedelta = c10d._get_default_timeout(c10d.Backend(backend)) if timeout is None else timeout
-    members = len(ranks), list(ranks).index(dist.get_rank()), list(ranks)
-    # With a bound device torch would split the default group's NCCL communicator, which waits for all of its ranks.
-    bound, default.bound_device_id = default.bound_device_id, None
-    try:
-        options = None if like is None else high_priority(duration, like.config.max_ctas)
-        settings = {"backend_options": options, "timeout": duration}
-        group, _ = c10d._new_process_group_helper(*members, c10d.Backend(backend), store, name, **settings)
-    finally:
-        default.bound_device_id = bound
-    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
-    return group
+    # Like `dist.batch_isend_irecv`, whose objects and checks for each message take longer than a small message.
+    tensors = receive or send
+    if not tensors:
+        return []
+    private, device = cast(Any, group), next(iter(tensors.values())).device
+    batched = getattr(private._get_backend(device), "supports_coalescing", False)
+    if batched:
+        private._start_coalescing(device)
+    works = [private.recv([x], peer, 0) for peer, x in receive.items()]
+    works += [private.send([x], peer, 0) for peer, x in send.items()]
+    return [private._end_coalescing(device)] if batched else works
 
 
-def default_store() -> dist.Store:
-    """Returns the store through which the default process group was started."""
-    return cast(Any, dist.distributed_c10d)._get_default_store()
-
-
-def unbox_group(group: Any) -> dist.ProcessGroup:
-    """Returns the process group that an op of torch.distributed received as a boxed argument."""
-    return cast(Any, dist.ProcessGroup).unbox(group)
-
-
-def define_op(
-    schema: str,
-    run: Callable[..., Any],
-    run_like: Callable[..., Any],
-    differentiable: Callable[..., Any] | None = None,
-) -> OpOverload:
-    """Defines an op in namespace "armillary" that returns new tensors and mutates none.
-
-    `torch.library.custom_op` takes about 0.1 ms more of the host's time per call of forward and backward: it flattens
-    lists as pytrees, and searches inputs and outputs for shared memory. Tests check that the ops defined here share
-    none.
-
-    Args:
-        schema: schema of the op, which begins with its name.
-        run: the implementation. torch.compile never traces it, not even after a graph break in its caller.
-        run_like: the fake implementation, which returns uninitialized tensors in the shapes of the results.
-        differentiable: the implementation under autograd, which calls the op again in the context `below_autograd`.
-    """
-    name, library = schema.partition("(")[0], torch.library.Library("armillary", "FRAGMENT")
-    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    library.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")  # all devices, below autograd
-    torch.library.register_fake(f"armillary::{name}", run_like, lib=library)
-    if differentiable is not None:
-        library.impl(name, differentiable, "Autograd")
-    op: OpOverload = getattr(torch.ops.armillary, name).default
-    _defined[op] = library, run  # torch removes the op when its library is garbage-collected
-    return op
-
-
-_defined: dict[OpOverload, tuple[torch.library.Library, Callable[..., Any]]] = {}
-
-
-def function_of(op: OpOverload) -> Callable[..., Any]:
-    """Returns the Python function that an op of `define_op` runs."""
-    return _defined[op][1]
-
-
-def below_autograd() -> AbstractContextManager[Any]:
-    """Returns a context in which autograd records nothing, as inside the implementation of an op."""
-    return cast(Any, torch)._C._AutoDispatchBelowAutograd()
-
-
-def scale(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiplies tensors of one device in place, in one kernel."""
-    # Private, but torch's optimizers use it too.
-    torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateUsage]
+# -- meshes -----------------------------------------------------------------------------------------------------------
 
 
 def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
@@ -221,93 +198,22 @@ def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     return cast(Any, DeviceMesh)._concatenate([outer, inner])
 
 
-def all_gather_single(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts an all-gather of the flat tensor `x` of each rank into the flat tensor `into`."""
-    # torch 2.13 renames the function and deprecates the old name.
-    current: Any = getattr(dist, "all_gather_single", None)
-    return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))
+# -- DTensors ---------------------------------------------------------------------------------------------------------
 
 
-def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> list[dist.Work]:
-    """Starts receives and sends of contiguous tensors, which are given by rank of the group.
+def is_dtensor(x: object) -> TypeGuard[DTensor]:
+    """Returns True for a DTensor."""
+    # The import of DTensor takes seconds: plain tensors are answered without it.
+    if type(x) is Tensor or type(x) is Parameter:
+        return False
+    from torch.distributed.tensor import DTensor
 
-    Backends with batches (NCCL) start all messages as one batch and return a single work, whose event is recorded after
-    all of them and which keeps their tensors alive. Other backends return one work for each message.
-    """
-    # Like `dist.batch_isend_irecv`, whose objects and checks for each message take longer than a small message.
-    tensors = receive or send
-    if not tensors:
-        return []
-    private, device = cast(Any, group), next(iter(tensors.values())).device
-    batched = getattr(private._get_backend(device), "supports_coalescing", False)
-    if batched:
-        private._start_coalescing(device)
-    works = [private.recv([x], peer, 0) for peer, x in receive.items()]
-    works += [private.send([x], peer, 0) for peer, x in send.items()]
-    return [private._end_coalescing(device)] if batched else works
+    return isinstance(x, DTensor)
 
 
-def above_autograd() -> AbstractContextManager[Any]:
-    """Returns a context in which autograd records operations again, inside the implementation of an op."""
-    private: Any = cast(Any, torch)._C
-    # Before it runs the implementation, the dispatcher excludes the keys of autograd. Include them again.
-    keys = private._dispatch_tls_local_exclude_set()
-    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
-        keys = keys.remove(getattr(private.DispatchKey, name))
-    return private._ForceDispatchKeyGuard(private._dispatch_tls_local_include_set(), keys)
-
-
-def transforms_on() -> bool:
-    """Returns True inside a transform of torch.func (grad, vjp, jvp, vmap) or forward-mode AD."""
-    return cast(Any, torch)._C._functorch.maybe_current_level() is not None or cast(Any, forward_ad)._current_level >= 0
-
-
-def is_transformed(x: Tensor) -> bool:
-    """Returns True if a transform of torch.func, or forward-mode AD, tracks `x`."""
-    if cast(Any, torch)._C._functorch.is_functorch_wrapped_tensor(x):
-        return True
-    return cast(Any, forward_ad)._current_level >= 0 and cast(Any, forward_ad.unpack_dual(x)).tangent is not None
-
-
-def fakes_tensors() -> bool:
-    """Returns True under FakeTensorMode."""
-    private: Any = cast(Any, torch)._C
-    return private._get_dispatch_mode(private._TorchDispatchModeKey.FAKE) is not None
-
-
-def no_view(x: Tensor) -> Tensor:
-    """Returns an alias of `x` that autograd does not treat as a view."""
-    private: Any = cast(Any, torch)._C
-    # The kernels of this dispatch key record that the result is a view of x. Without them it is a new tensor.
-    view_tracking = private.DispatchKeySet(private.DispatchKey.ADInplaceOrView)
-    with private._ExcludeDispatchKeyGuard(view_tracking):
-        return torch.ops.aten.alias.default(x)
-
-
-def references(x: Tensor) -> tuple[int, int]:
-    """Returns (number of C++ references to the tensor, number of references to its storage)."""
-    storage: Any = x.untyped_storage()
-    return cast(Any, x)._use_count(), cast(Any, torch)._C._storage_Use_Count(storage._cdata)
-
-
-def share_memory(x: Tensor, y: Tensor) -> bool:
-    """Returns True if two tensors have the same storage, even if they use different ranges of it."""
-    return cast(Any, torch)._C._is_alias_of(x, y)
-
-
-def profiling() -> bool:
-    """Returns True if a torch profiler is running."""
-    return cast(Any, torch.autograd)._profiler_enabled()
-
-
-def keeps_graph() -> bool:
-    """Returns True if the backward pass in progress was started with `retain_graph=True`."""
-    return cast(Any, torch)._C._autograd._get_current_graph_task_keep_graph()
-
-
-def after_backward(action: Callable[[], None]) -> None:
-    """Calls `action` at the end of the backward pass in progress."""
-    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(action)
+def local_part(x: Tensor) -> Tensor:
+    """Returns the local tensor of a DTensor; a plain tensor unchanged."""
+    return x.to_local() if is_dtensor(x) else x
 
 
 class OpRefused(NotImplementedError, ValueError):
@@ -355,19 +261,134 @@ def placements_in(arguments: object) -> list[Placement]:
     return [placement for leaf in tree_leaves(arguments) for placement in getattr(leaf, "placements", ())]
 
 
-def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Returns True for a DTensor."""
-    # The import of DTensor takes seconds: plain tensors are answered without it.
-    if type(x) is Tensor or type(x) is Parameter:
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(x, DTensor)
+# -- ops and autograd -------------------------------------------------------------------------------------------------
 
 
-def local_part(x: Tensor) -> Tensor:
-    """Returns the local tensor of a DTensor; a plain tensor unchanged."""
-    return x.to_local() if is_dtensor(x) else x
+def define_op(
+    schema: str,
+    run: Callable[..., Any],
+    run_like: Callable[..., Any],
+    differentiable: Callable[..., Any] | None = None,
+) -> OpOverload:
+    """Defines an op in namespace "armillary" that returns new tensors and mutates none.
+
+    `torch.library.custom_op` takes about 0.1 ms more of the host's time per call of forward and backward: it flattens
+    lists as pytrees, and searches inputs and outputs for shared memory. Tests check that the ops defined here share
+    none.
+
+    Args:
+        schema: schema of the op, which begins with its name.
+        run: the implementation. torch.compile never traces it, not even after a graph break in its caller.
+        run_like: the fake implementation, which returns uninitialized tensors in the shapes of the results.
+        differentiable: the implementation under autograd, which calls the op again in the context `below_autograd`.
+    """
+    name, library = schema.partition("(")[0], torch.library.Library("armillary", "FRAGMENT")
+    library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")  # all devices, below autograd
+    torch.library.register_fake(f"armillary::{name}", run_like, lib=library)
+    if differentiable is not None:
+        library.impl(name, differentiable, "Autograd")
+    op: OpOverload = getattr(torch.ops.armillary, name).default
+    _defined[op] = library, run  # torch removes the op when its library is garbage-collected
+    return op
+
+
+_defined: dict[OpOverload, tuple[torch.library.Library, Callable[..., Any]]] = {}
+
+
+def function_of(op: OpOverload) -> Callable[..., Any]:
+    """Returns the Python function that an op of `define_op` runs."""
+    return _defined[op][1]
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """Returns a context in which autograd records nothing, as inside the implementation of an op."""
+    return cast(Any, torch)._C._AutoDispatchBelowAutograd()
+
+
+def above_autograd() -> AbstractContextManager[Any]:
+    """Returns a context in which autograd records operations again, inside the implementation of an op."""
+    private: Any = cast(Any, torch)._C
+    # Before it runs the implementation, the dispatcher excludes the keys of autograd. Include them again.
+    keys = private._dispatch_tls_local_exclude_set()
+    for name in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):
+        keys = keys.remove(getattr(private.DispatchKey, name))
+    return private._ForceDispatchKeyGuard(private._dispatch_tls_local_include_set(), keys)
+
+
+def transforms_on() -> bool:
+    """Returns True inside a transform of torch.func (grad, vjp, jvp, vmap) or forward-mode AD."""
+    return cast(Any, torch)._C._functorch.maybe_current_level() is not None or cast(Any, forward_ad)._current_level >= 0
+
+
+def is_transformed(x: Tensor) -> bool:
+    """Returns True if a transform of torch.func, or forward-mode AD, tracks `x`."""
+    if cast(Any, torch)._C._functorch.is_functorch_wrapped_tensor(x):
+        return True
+    return cast(Any, forward_ad)._current_level >= 0 and cast(Any, forward_ad.unpack_dual(x)).tangent is not None
+
+
+def keeps_graph() -> bool:
+    """Returns True if the backward pass in progress was started with `retain_graph=True`."""
+    return cast(Any, torch)._C._autograd._get_current_graph_task_keep_graph()
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Calls `action` at the end of the backward pass in progress."""
+    cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(action)
+
+
+# -- tensors, devices and the profiler --------------------------------------------------------------------------------
+
+
+def no_view(x: Tensor) -> Tensor:
+    """Returns an alias of `x` that autograd does not treat as a view."""
+    private: Any = cast(Any, torch)._C
+    # The kernels of this dispatch key record that the result is a view of x. Without them it is a new tensor.
+    view_tracking = private.DispatchKeySet(private.DispatchKey.ADInplaceOrView)
+    with private._ExcludeDispatchKeyGuard(view_tracking):
+        return torch.ops.aten.alias.default(x)
+
+
+def references(x: Tensor) -> tuple[int, int]:
+    """Returns (number of C++ references to the tensor, number of references to its storage)."""
+    storage: Any = x.untyped_storage()
+    return cast(Any, x)._use_count(), cast(Any, torch)._C._storage_Use_Count(storage._cdata)
+
+
+def share_memory(x: Tensor, y: Tensor) -> bool:
+    """Returns True if two tensors have the same storage, even if they use different ranges of it."""
+    return cast(Any, torch)._C._is_alias_of(x, y)
+
+
+def scale(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiplies tensors of one device in place, in one kernel."""
+    # Private, but torch's optimizers use it too.
+    torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateUsage]
+
+
+def fakes_tensors() -> bool:
+    """Returns True under FakeTensorMode."""
+    private: Any = cast(Any, torch)._C
+    return private._get_dispatch_mode(private._TorchDispatchModeKey.FAKE) is not None
+
+
+def device_error() -> Exception | None:
+    """Returns the error of the current accelerator, such as a kernel's illegal memory access; None if it has none."""
+    # Queries the stream and does not synchronize: after the loss of a rank, kernels of collectives may never end.
+    try:
+        torch.accelerator.current_stream().query()
+    except torch.AcceleratorError as error:
+        return error
+    return None
+
+
+def profiling() -> bool:
+    """Returns True if a torch profiler is running."""
+    return cast(Any, torch.autograd)._profiler_enabled()
+
+
+# -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
 def constant_when_traced(function: F) -> F:

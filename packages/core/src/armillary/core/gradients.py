@@ -58,7 +58,7 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     Parameters may be local tensors, the same on every rank, and DTensors on one mesh or on several.
 
     Returns:
-        The norm of all gradients over all ranks before scaling, a tensor without dims.
+        The norm of all gradients over all ranks before scaling, a tensor without dims in a gradient's dtype.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     norm = gradient_norm(gradients).to(gradients[0].dtype)
@@ -73,10 +73,10 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Returns the norm of gradients over all ranks in float64, with the same bits on every rank.
+    """Returns the norm of gradients over all ranks as a float64 tensor, with the same bits on every rank.
 
     With different bits, the copies of a weight on several ranks would differ after a few steps. A gradient that several
-    ranks have counts once.
+    ranks have counts once. The norms of single shards are computed in the gradients' dtype.
     """
     shards = defaultdict[int, list[Tensor]](list)  # by their number of copies
     for shard, copies in map(_shard_and_copies, gradients):

@@ -26,7 +26,7 @@ from armillary.core.validation import check_bool, check_choice, check_dim, integ
 
 Side = Literal["queries", "keys", "both"]
 SIDES: dict[str, tuple[int, ...]] = {"queries": (0,), "keys": (1,), "both": (0, 1)}
-"""For each `balanced_by` the rows of a pair count to even out: 0 counts pairs by query, 1 by key."""
+"""For each `balanced_by`, the counts of pairs that are balanced (`Work.before`): 0 by query, 1 by key."""
 
 
 class SequenceLayout:

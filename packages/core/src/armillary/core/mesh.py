@@ -20,13 +20,9 @@ from armillary.core import gloo_threads as gloo_threads  # joins them when Pytho
 from armillary.core.rendezvous import rendezvous
 from armillary.core.validation import integer
 
-AXES: tuple[str, ...] = ("replicate", "shard", "ring", "ulysses", "tp")
-"""Axes of every mesh, outermost to innermost. Neighbouring ranks of the innermost axis are on the same node, so the
-axis that communicates most gets the fastest links (USP, arXiv 2405.07719, tip 7)."""
-OPTIONAL_AXES: tuple[str, ...] = ("pipe", "nodes", "devices")
-"""Axes that a mesh has only if `build_mesh` is given their sizes: `nodes` and `devices` replace `ring`."""
 ALL_AXES: tuple[str, ...] = ("pipe", "replicate", "shard", "nodes", "devices", "ring", "ulysses", "tp")
-"""All names of axes, outermost to innermost."""
+"""All names of axes, outermost to innermost. Neighbouring ranks of the innermost axis are on the same node, so the axis
+that communicates most gets the fastest links (USP, arXiv 2405.07719, tip 7)."""
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Backend of torch.distributed by device type."""
@@ -49,7 +45,10 @@ def build_mesh(
     high_priority: Sequence[str] = (),
     max_ctas: int | None = None,
 ) -> DeviceMesh:
-    """Builds a `DeviceMesh` with the five axes of `AXES`, and the requested axes of `OPTIONAL_AXES`.
+    """Builds a `DeviceMesh` with the axes `replicate`, `shard`, `ring`, `ulysses` and `tp`, and others on request.
+
+    From the outermost axis to the innermost, their order is `pipe`, `replicate`, `shard`, `nodes`, `devices`, `ring`,
+    `ulysses`, `tp`.
 
     Every rank of the world must call it. If there is no default process group, starts one: with the ranks of torchrun's
     environment, or without that environment with a single rank.
@@ -60,7 +59,8 @@ def build_mesh(
             size.
         pipe: number of pipeline stages (`torch.distributed.pipelining`); None for a mesh without this axis.
         nodes, devices: sizes of two sequence axes instead of `ring`, for methods that treat the networks between and
-            within nodes differently, such as `Ring(mesh["nodes"], inner=TokenRing(mesh["devices"]))`.
+            within nodes differently, such as `Ring(mesh["nodes"], inner=TokenRing(mesh["devices"]))`. None for a mesh
+            without these axes.
         timeout: the time that a collective or exchange on any axis may wait before it raises.
         high_priority: names of axes, such as "ring". Each gets a separate communicator on a CUDA stream of high
             priority, so that its NCCL kernels start before queued attention kernels. Without it, an axis that contains

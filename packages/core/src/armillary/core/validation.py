@@ -1,4 +1,4 @@
-"""Argument validation: each function returns the value as a plain Python object, or raises ValueError.
+"""Argument validation: functions return a value as a plain Python object, or raise ValueError.
 
 Integers may also be numpy integers or tensors without dims; sequences may also be tensors or arrays. True is not
 accepted for 1, 3.0 not for 3, and text for neither. Errors name the argument, its value and the accepted values.

@@ -71,7 +71,7 @@ def balanced_spans(
 
     Args:
         send_cost: as in `SequenceLayout.balanced`.
-        sides: the counts of pairs to balance: 0 by queries, 1 by keys. `evenest_spans` always balances both.
+        sides: the counts of pairs that are balanced: 0 by queries, 1 by keys. `evenest_spans` always balances both.
 
     Raises:
         ValueError: the number of pairs overflows 64 bits.

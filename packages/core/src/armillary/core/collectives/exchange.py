@@ -29,9 +29,9 @@ class FlatBuffer(NamedTuple):
     """Tensors that are sent as one message, without gaps in one contiguous buffer.
 
     Args:
-        buffer: all tensors stacked, if they have the same shape and dtype; otherwise a uint8 tensor of their bytes.
-        views: the tensors as views of a uint8 `buffer`; the single tensor if there is only one; empty if `buffer` has
-            them stacked.
+        buffer: a single tensor itself; several tensors of one shape and dtype stacked; otherwise a uint8 tensor of
+            their bytes.
+        views: the tensors as views of `buffer`; empty if `buffer` has them stacked.
     """
 
     buffer: Tensor
@@ -39,6 +39,7 @@ class FlatBuffer(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors as views of `buffer`."""
         return self.views or self.buffer.unbind(0)
 
     @property
@@ -120,6 +121,13 @@ class FlatBuffer(NamedTuple):
         return cls(buffer, tuple(views[i] for i in range(len(sizes))))
 
 
+class ReceiveMemory(NamedTuple):
+    """A block of memory for received tensors: a uint8 tensor, and the newest buffer in it."""
+
+    memory: Tensor
+    buffer: FlatBuffer
+
+
 class ReceiveBuffers:
     """Receive buffers for the steps of a repeated exchange, in at most two blocks of memory.
 
@@ -134,9 +142,9 @@ class ReceiveBuffers:
 
     def __init__(self, tensors: Sequence[Tensor], tokens: Sequence[int]) -> None:
         self.tensors, self.tokens = tensors, list(tokens)
-        # The two blocks: the one of the last step and the other one. Each is (memory, the last buffer in it).
-        self._last: tuple[Tensor, FlatBuffer] | None = None
-        self._other: tuple[Tensor, FlatBuffer] | None = None
+        # The block of the last step, and the other one.
+        self._last: ReceiveMemory | None = None
+        self._other: ReceiveMemory | None = None
 
     def take(self, last_in_use: bool) -> FlatBuffer | None:
         """Returns an uninitialized buffer for the tokens of the next step; None if no tokens arrive.
@@ -155,12 +163,12 @@ class ReceiveBuffers:
             token_bytes = sum(x.element_size() * x.shape[0] * prod(x.shape[2:]) for x in self.tensors)
             size = token_bytes * max(count, *self.tokens, 0)
             memory = torch.empty(size, dtype=torch.uint8, device=self.tensors[0].device)
-            block = memory, FlatBuffer.like(self.tensors, count, memory)
-        elif block[1].tokens != count:
-            block = block[0], FlatBuffer.like(self.tensors, count, block[0])
+            block = ReceiveMemory(memory, FlatBuffer.like(self.tensors, count, memory))
+        elif block.buffer.tokens != count:
+            block = ReceiveMemory(block.memory, FlatBuffer.like(self.tensors, count, block.memory))
         # At the last step this object drops its blocks, so that they are freed with the caller's buffers.
         self._last, self._other = (block, other) if any(self.tokens) else (None, None)
-        return block[1]
+        return block.buffer
 
 
 @lru_cache(maxsize=256)

@@ -79,7 +79,7 @@ MergeKernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 @cache
 def fused_kernel(device_type: str) -> MergeKernel | None:
-    """Returns the fused kernel for a device type; None if there is no Triton, or if Triton cannot compile it."""
+    """Returns the fused kernel for "cuda"; None for other devices, without Triton, and if Triton cannot compile it."""
     if device_type != "cuda" or find_spec("triton") is None:
         return None
     try:

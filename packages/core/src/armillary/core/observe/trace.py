@@ -79,6 +79,9 @@ class Trace:
         device: "cpu" records times of the host. "cuda" records times of the current stream by CUDA events, and waits
             for the device only when the trace is written. The span of an exchange is then from the point of the stream
             where the exchange was started to the point where the stream has waited for it.
+
+    Raises:
+        ValueError: another trace is open when the `with` block is entered.
     """
 
     device: str = "cpu"
