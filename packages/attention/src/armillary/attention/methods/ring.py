@@ -116,10 +116,10 @@ class Ring(Method):
         key_sizes = (spec.key_layout.length, *saved.v.shape[2:])
         if cheaper_side(self.backward_side, query_sizes, key_sizes, saved.q.dtype, spec.grid) == "queries":
 
-            def block(current: RotatingShard, tokens: TokenRanges) -> RingBlock:
+            def query_block(current: RotatingShard, tokens: TokenRanges) -> RingBlock:
                 return self.block("queries", current, tokens, spec)
 
-            return pass_queries_backward(dout, saved, self.rotation("queries", spec), RingReduce, block)
+            return pass_queries_backward(dout, saved, self.rotation("queries", spec), RingReduce, query_block)
         ring, dq = self.rotation("keys", spec), Sum.like(saved.q)  # dq stays with its queries
         sums = RingReduce(ring)  # dk and dv travel with their keys
         for current in ring.rotate(saved.k, saved.v):
