@@ -83,7 +83,7 @@ class SequenceLayout:
         shards = "; ".join(", ".join(map(span_text, spans)) for spans in self._spans[:8])
         return f"SequenceLayout(length={self.length}, shards={self.shards}: {shards}{'; ...' * (self.shards > 8)})"
 
-    # -- constructors ---------------------------------------------------------------------------------------------
+    # -- constructors, which raise ValueError for fewer tokens than shards --------------------------------------------
 
     @classmethod
     def contiguous(cls, length: int, shards: int) -> SequenceLayout:
@@ -175,6 +175,7 @@ class SequenceLayout:
 
     @property
     def shards(self) -> int:
+        """Number of shards."""
         return len(self._spans)
 
     def spans(self, shard: int) -> Spans:
@@ -235,11 +236,19 @@ class SequenceLayout:
     # -- derived layouts --------------------------------------------------------------------------------------------
 
     def refine(self, n: int) -> SequenceLayout:
-        """Cuts each shard into `n` pieces, in local order: piece u of shard r becomes shard r * n + u."""
+        """Cuts each shard into `n` pieces, in local order: piece u of shard r becomes shard r * n + u.
+
+        Raises:
+            ValueError: `n` is below 1, or a shard has fewer than `n` tokens.
+        """
         return _refine(self, integer("n", n))
 
     def coarsen(self, n: int) -> SequenceLayout:
-        """Joins every `n` adjacent shards into one: the inverse of `refine`."""
+        """Joins every `n` adjacent shards into one: the inverse of `refine`.
+
+        Raises:
+            ValueError: `n` does not divide the number of shards.
+        """
         return _coarsen(self, integer("n", n))
 
 
@@ -288,6 +297,9 @@ def attention_balance(
         layout: the layout to judge.
         causal, window, documents, mask: as in `SequenceLayout.balanced`.
         of_keys: True counts a shard's work by its keys instead of its queries, as when queries rotate.
+
+    Raises:
+        ValueError: `layout` is not a SequenceLayout; otherwise as `SequenceLayout.balanced`.
     """
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
@@ -316,6 +328,9 @@ def attention_traffic(
     Args:
         causal, window, documents, mask: as in `SequenceLayout.balanced`.
         of_queries: True counts a pass of queries instead. A query stops at the last rank that has a key it sees.
+
+    Raises:
+        ValueError: `layout` is not a SequenceLayout; otherwise as `SequenceLayout.balanced`.
     """
     if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")

@@ -69,8 +69,9 @@ def build_mesh(
             decides.
 
     Raises:
-        ValueError: an axis below 1, axes whose product is not the world size, a device type without a backend, an
-            invalid timeout, an unknown name in `high_priority`, or `max_ctas` below 1. Raised before any communication.
+        ValueError: an axis below 1, axes whose product is not the world size, a device type without a backend or
+            without a device on this machine, an invalid timeout, an unknown name in `high_priority`, or `max_ctas`
+            below 1. Raised before any communication.
     """
     # Checked before the rendezvous: a rank that raises after it would leave the other ranks waiting.
     arguments = zip(ALL_AXES, (pipe, replicate, shard, nodes, devices, ring, ulysses, tp), strict=True)
@@ -144,7 +145,7 @@ def start_process_group(
             on, NCCL is always bound (`binds_device`).
 
     Raises:
-        ValueError: a device type without a backend, or without a device on this machine.
+        ValueError: a device type without a backend, or without a device on this machine; an invalid time-out.
         TimeoutError: other ranks did not arrive.
     """
     device_backend = backend_of(device_type)

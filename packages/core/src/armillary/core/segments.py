@@ -100,16 +100,15 @@ class Segments:
         return [slices]
 
     def runs(self, spans: Iterable[range]) -> list[range]:
-        """Cuts a shard's spans at the ends of segments. Each run has step 1; runs are in local order."""
-        return [run for span in spans for run in self.cut(span)]
-
-    def cut(self, span: range) -> list[range]:
-        """Cuts a span at the ends of segments, and a span with a step above 1 into single tokens."""
-        if span.step > 1:
-            return [range(token, token + 1) for token in span]
-        ends, _ = self._arrays
-        inner = ends[np.searchsorted(ends, span.start, "right") : np.searchsorted(ends, span.stop, "left")].tolist()
-        return [range(a, b) for a, b in pairwise((span.start, *inner, span.stop))]
+        """Returns a shard's runs, in local order: its spans cut at the ends of segments, striped ones into tokens."""
+        (ends, _), runs = self._arrays, list[range]()
+        for span in spans:
+            if span.step > 1:
+                runs += [range(token, token + 1) for token in span]
+                continue
+            inner = ends[np.searchsorted(ends, span.start, "right") : np.searchsorted(ends, span.stop, "left")].tolist()
+            runs += [range(a, b) for a, b in pairwise((span.start, *inner, span.stop))]
+        return runs
 
 
 def path_depths(parents: Sequence[int], lengths: Sequence[int]) -> list[int]:

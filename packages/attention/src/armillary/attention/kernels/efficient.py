@@ -50,8 +50,11 @@ class Efficient(Batched, TopLeft):
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
         # By rows, then each part by columns: no piece has more than MAX_TOKENS of either.
-        blocks = [block for rows in _split(tile, tile.rows, tile.q0, tile.q1) for block in _split_columns(rows)]
-        return tuple(piece for block in blocks for piece in super(Efficient, self).cut(block))
+        pieces = list[Tile]()
+        for rows in _split(tile.rows, tile.q0, tile.q1):
+            for block in _split(rows.columns, rows.k0, rows.k1):
+                pieces += super().cut(block)
+        return tuple(pieces)
 
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = _align_rows(q, _repeat_heads(k, q), _repeat_heads(v, q))
@@ -71,14 +74,14 @@ class Efficient(Batched, TopLeft):
         return dq, _sum_head_groups(dk, k), _sum_head_groups(dv, v)
 
 
-def _split(tile: Tile, part: Callable[[int, int], Tile | None], first: int, last: int) -> list[Tile]:
-    """Splits a tile by rows or columns first..last into parts of at most `MAX_TOKENS`."""
-    cuts = [part(start, min(start + MAX_TOKENS, last)) for start in range(first, last, MAX_TOKENS)]
+def _split(part: Callable[[int, int], Tile | None], start: int, stop: int) -> list[Tile]:
+    """Returns the parts of a tile, of at most `MAX_TOKENS` rows or columns from start .. stop - 1 each.
+
+    Args:
+        part: `Tile.rows` or `Tile.columns` of the tile.
+    """
+    cuts = [part(first, min(first + MAX_TOKENS, stop)) for first in range(start, stop, MAX_TOKENS)]
     return [tile for tile in cuts if tile]
-
-
-def _split_columns(tile: Tile) -> list[Tile]:
-    return _split(tile, tile.columns, tile.k0, tile.k1)
 
 
 def _align_rows(*tensors: Tensor) -> tuple[Tensor, ...]:

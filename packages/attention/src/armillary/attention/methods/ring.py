@@ -43,7 +43,8 @@ from armillary.core.validation import check_choice
 
 Backward = Literal["auto", "keys", "queries"]
 MAX_IMBALANCE = 1.10
-"""Backward "auto" rotates no queries that would give the most loaded rank more than this many times as many pairs."""
+"""Backward "auto" rotates queries only if the most loaded rank then has at most this many times as many pairs as the
+most loaded rank has if keys rotate."""
 
 
 class Ring(Method):

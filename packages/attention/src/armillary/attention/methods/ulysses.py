@@ -60,6 +60,7 @@ class Ulysses(HeadMethod):
         self.inner.plan(self.head_call(spec).inner_spec, self.head_call(previous).inner_spec, rows)
 
     def prefetch_queries(self, q: Tensor, key_heads: tuple[int, ...], layout: SequenceLayout) -> PendingTensor:
+        """Starts the all-to-all of q."""
         queries = split_heads(key_heads, self.axis.size).queries
         return start_seq_to_head(q, self.axis, self.sizes(layout), queries).wait
 
@@ -101,15 +102,18 @@ class Ulysses(HeadMethod):
         return dq, dk, dv
 
     def heads(self, heads: range) -> range:
+        """Returns the query heads, of `heads`, that this rank attends with."""
         local = SequenceLayout.contiguous(len(heads), self.axis.size).spans(self.axis.rank)[0]
         return self.inner.heads(heads[local.start : local.stop])
 
     def local_lse(self, saved: Saved, spec: AttentionSpec) -> Tensor:
+        """Returns lse [B, T, H] of the local queries, by an all-to-all of the saved lse of head shards."""
         sizes, _, heads, inner_spec = self.head_call(spec)
         lse = self.inner.local_lse(saved, inner_spec).unsqueeze(-1)
         return start_head_to_seq(lse, self.axis, sizes, heads.queries).wait().squeeze(-1)
 
     def empty_saved(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
+        """Returns empty tensors shaped like those that `forward` saves: head shards, or those of the inner method."""
         sizes, key_sizes, heads, inner_spec = self.head_call(spec)
         query_count, key_count = len(heads.queries[self.axis.rank]), len(heads.keys[self.axis.rank])
         q = q.new_empty((q.shape[0], sum(sizes), query_count, q.shape[3]))

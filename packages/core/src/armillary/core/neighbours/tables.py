@@ -16,7 +16,7 @@ from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
 from armillary.core.segments import Segments
 from armillary.core.slices import Integers
-from armillary.core.validation import check_tensor, integer
+from armillary.core.validation import check_dim, check_tensor
 
 FLAT = -1
 """Given as the dim of tokens: the tokens of several rows are flattened into dim 0, row by row."""
@@ -73,11 +73,9 @@ def check_layout(layout: SequenceLayout, axis: Axis | TracedAxis) -> None:
 
 
 def tokens_dim(x: Tensor, dim: int) -> int:
-    """Returns the dim of tokens counted from the front. Raises ValueError if x has no such dim."""
+    """Returns the dim of tokens counted from the front. Raises ValueError if x is not a tensor or has no such dim."""
     check_tensor("x", x)
-    if not -x.ndim <= integer("dim", dim) < x.ndim:
-        raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
-    return dim % x.ndim
+    return check_dim("x", x, dim)
 
 
 # Every layer and step looks up a table, for few distinct layouts and documents.
