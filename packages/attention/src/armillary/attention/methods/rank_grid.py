@@ -38,13 +38,14 @@ def check_rank_grid(outer: Axis, inner: Axis) -> None:
     crossings = [(row_of[rank], column) for column in columns for rank in column if rank in row_of]
     if any(len({*row} & {*column}) > 1 for row, column in crossings):
         raise ValueError(f"{pair} share ranks; two axes of one mesh are needed, as mesh['ulysses'] and mesh['ring']")
-    # Each rank has a coordinate (row number, index within the row). In a grid, a column has the same index in each of
-    # its rows, and all ranks of a row are in columns that cross the same rows.
+    # Each rank of a row has coordinates (row number, index within the row). In a grid, a column has the same index in
+    # each of its rows, and all ranks of a row are in columns that cross the same rows. Columns with a rank in no row are
+    # not compared.
     coordinates = {rank: (number, index) for number, row in enumerate(rows) for index, rank in enumerate(row)}
-    known_columns = [column for column in columns if all(rank in coordinates for rank in column)]
+    columns_in_rows = [column for column in columns if all(rank in coordinates for rank in column)]
     crossed_rows = {
-        rank: tuple(coordinates[other][0] for other in column) for column in known_columns for rank in column
+        rank: tuple(coordinates[crossed][0] for crossed in column) for column in columns_in_rows for rank in column
     }
-    index_differs = any(len({coordinates[rank][1] for rank in column}) > 1 for column in known_columns)
+    index_differs = any(len({coordinates[rank][1] for rank in column}) > 1 for column in columns_in_rows)
     if index_differs or any(len({crossed_rows[rank] for rank in row if rank in crossed_rows}) > 1 for row in rows):
         raise ValueError(f"{pair} run across each other; take both from one mesh, as mesh['ulysses'] and mesh['ring']")

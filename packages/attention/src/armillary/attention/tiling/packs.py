@@ -95,7 +95,7 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
         packs = open_packs.setdefault((key, heads), [])
         # First fit: the first open pack of the same kind that shares no tokens with this call, else a new pack.
         for pack in packs:
-            query_index, key_index = _gap(pack.queries, queries), _gap(pack.keys, keys)
+            query_index, key_index = _insertion_index(pack.queries, queries), _insertion_index(pack.keys, keys)
             if query_index is not None and key_index is not None:
                 break
         else:
@@ -115,7 +115,7 @@ def _shift(tokens: range, offset: int) -> range:
     return range(tokens.start + offset, tokens.stop + offset)
 
 
-def _gap(ranges: list[range], tokens: range) -> int | None:
+def _insertion_index(ranges: list[range], tokens: range) -> int | None:
     """Returns the index at which to insert `tokens` into sorted disjoint ranges; None if they overlap one of these."""
     index = bisect_left(ranges, tokens.start, key=lambda run: run.start)
     overlaps_previous = index > 0 and ranges[index - 1].stop > tokens.start

@@ -89,16 +89,17 @@ def _visible_keys(layout: PositionRuns, rows: Sequence[Slices]) -> tuple[Integer
     ends, owners = layout.ends, layout.owners
     visible_runs = list[Integers]()
     for row in rows:
-        # Slice i has queries in the runs first[i] to last[i] - 1 of the layout. Below there is one entry for each pair
-        # of a slice and such a run: `of` is its slice, `run` its run of the layout.
+        # Slice i has queries in the runs first[i] to last[i] - 1 of the layout. Each pair of a slice and such a run is
+        # an entry of the arrays below: `index` is the number of the slice, `run` that of the run.
         q0, q1, k0, k1, low, high = trim(row).T
         first, last = np.searchsorted(ends, q0, side="right") - 1, np.searchsorted(ends, q1)
         counts = last - first
-        of = np.repeat(np.arange(len(q0)), counts)
-        run = first[of] + np.arange(len(of)) - np.repeat(counts.cumsum() - counts, counts)
+        index = np.repeat(np.arange(len(q0)), counts)
+        run = first[index] + np.arange(len(index)) - np.repeat(counts.cumsum() - counts, counts)
+        q0, q1, k0, k1, low, high = (x[index] for x in (q0, q1, k0, k1, low, high))
         # The keys that the entry's queries see: from the first query's lowest key to the last query's highest one.
-        start = np.maximum(k0[of], np.maximum(q0[of], ends[run]) + low[of])
-        stop = np.minimum(k1[of], np.minimum(q1[of], ends[run + 1]) + high[of])
+        start = np.maximum(k0, np.maximum(q0, ends[run]) + low)
+        stop = np.minimum(k1, np.minimum(q1, ends[run + 1]) + high)
         # Keys inside a single run of the same rank need not be sent.
         key_run = np.minimum(np.searchsorted(ends, start, side="right") - 1, len(owners) - 1)
         is_local = (stop <= ends[key_run + 1]) & (owners[key_run] == owners[run])

@@ -40,7 +40,7 @@ class PackedHeads(NamedTuple):
     def cut(cls, x: Tensor, heads: Sequence[range]) -> PackedHeads:
         """Copies the heads of `x` [B, T, H, D] in the order of ranks; heads[w] is the range of rank w."""
         batch, tokens, count, dim = x.shape
-        counts, per_rank = _even(tuple(heads), count)
+        counts, per_rank = _head_counts(tuple(heads), count)
         if len(counts) == 1:
             flat = x
         elif per_rank:  # one strided copy takes a tenth of the host time of one copy for each rank
@@ -52,7 +52,7 @@ class PackedHeads(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _even(heads: tuple[range, ...], count: int | None = None) -> tuple[tuple[int, ...], int]:
+def _head_counts(heads: tuple[range, ...], count: int | None = None) -> tuple[tuple[int, ...], int]:
     """Returns (number of heads of each rank, number per rank if all have equally many).
 
     The second number is 0 if ranks have different numbers of heads, or if ranges overlap or do not end at `count`.
@@ -120,7 +120,7 @@ def start_head_to_parts(
     if axis.size == 1:
         return Collective(axis, (x,), (), lambda: (x,))
     batch, _, own_heads, dim = x.shape
-    counts, per_rank = _even(tuple(heads))
+    counts, per_rank = _head_counts(tuple(heads))
     # With one batch row, the tokens for rank 0, 1, ... lie one after another in x already.
     send_values = x.contiguous() if batch == 1 else pack(x.split_with_sizes(list(sizes), 1))
     shape = batch, sizes[axis.rank]
