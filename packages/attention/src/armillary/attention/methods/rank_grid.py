@@ -39,8 +39,8 @@ def check_rank_grid(outer: Axis, inner: Axis) -> None:
     if any(len({*row} & {*column}) > 1 for row, column in crossings):
         raise ValueError(f"{pair} share ranks; two axes of one mesh are needed, as mesh['ulysses'] and mesh['ring']")
     # Each rank of a row has coordinates (row number, index within the row). In a grid, a column has the same index in
-    # each of its rows, and all ranks of a row are in columns that cross the same rows. Columns with a rank in no row are
-    # not compared.
+    # each of its rows, and all ranks of a row are in columns that cross the same rows. Columns with ranks in no row are
+    # left out.
     coordinates = {rank: (number, index) for number, row in enumerate(rows) for index, rank in enumerate(row)}
     columns_in_rows = [column for column in columns if all(rank in coordinates for rank in column)]
     crossed_rows = {

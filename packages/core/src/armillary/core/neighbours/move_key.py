@@ -81,8 +81,8 @@ class MoveKey(NamedTuple):
         """Returns the key of a call while a graph is traced.
 
         Raises:
-            ValueError: documents that are a tensor, whose values are unknown while tracing; a mask that is not
-                traceable.
+            ValueError: both documents and a mask; documents that are a tensor, whose values are unknown while tracing;
+                a mask that is not traceable.
         """
         reference, mask_numbers, sides = "", None, ()
         if documents is not None and mask is not None:

@@ -140,8 +140,8 @@ def halo(
     Bytes sent: as `shift`.
 
     Raises:
-        ValueError: a negative `left` or `right`, `right` above 0 in a tree, arguments that do not match. Raised before
-            any communication.
+        ValueError: a DTensor, a negative `left` or `right`, `right` above 0 in a tree, arguments that do not match.
+            Raised before any communication.
     """
     integer("left", left, 0)
     integer("right", right, 0)
