@@ -14,7 +14,7 @@ from armillary.train.cli import main
 from armillary.train.command import read_command
 from armillary.train.config.model_sizes import model_config
 from armillary.train.dry_run import dry_run
-from armillary.train.dry_run.predict import axes_of
+from armillary.train.dry_run.predict import checked_axes
 from armillary.train.runtime.fake_world import fake_world
 
 RANKS = {
@@ -100,7 +100,7 @@ def test_a_dry_run_names_the_attention_kernel_and_why_better_ones_are_not_used(c
 
 def test_a_run_uses_the_named_kernel():
     config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=2, ulysses=2, kernel="dense"))
-    with fake_world(**axes_of(config, 4)) as mesh:
+    with fake_world(**checked_axes(config, 4)) as mesh:
         sizes = model_config(config.model, 257, config.data.sequence_length)
         assert shard_model(sizes, config, mesh, torch.float32)[1].kernel == "dense"
 

@@ -36,8 +36,12 @@ from armillary.train.tasks import load_task, task_vocabulary
 
 @contextmanager
 def process_group(config: Config) -> Generator[torch.device]:
-    """Yields this rank's device, in the caller's process group if there is one, else in a new one."""
-    # 1. Checks that need no other rank come first: a rank that is refused here leaves none waiting in a collective.
+    """Context manager that starts a default process group, unless the caller has one; yields this rank's device.
+
+    Raises:
+        ValueError: the configuration is invalid, or this machine cannot run it.
+    """
+    # 1. Checks that need no other rank come before the ranks wait for each other.
     check(config)
     if config.train.device != "cpu":
         set_connections(config.cuda)  # an environment variable that CUDA reads when it starts
@@ -46,7 +50,7 @@ def process_group(config: Config) -> Generator[torch.device]:
     if device.type == "cuda":
         set_allocator(allocator_settings(config.cuda.expandable_segments))  # before the first allocation
     check_kernel(config, precision(config, device), device)
-    # 2. The default process group. A group that the caller started is left to the caller.
+    # 2. The default process group. A group that the caller started is not destroyed below.
     owns_group = not dist.is_initialized()
     if owns_group:
         with_gloo = config.optimizer.cpu_offload  # besides NCCL, for gradients in the host's memory

@@ -34,7 +34,7 @@ class Source:
     """The recipe and the file that flags override."""
 
     recipe: str | None = None
-    """debug (default), llama3_{8b_128k,8b_1m,8b_5m,70b_128k}, gpt_wallfacer_{3b,7b}, finetune or my.module:function."""
+    """debug (default), llama3_{8b_{128k,1m,5m},70b_128k}, gpt_wallfacer_{3b,7b}, finetune, hybrid, my.mod:function."""
     config: Path | None = None
     """TOML file of armillary-plan, armillary-tune or your own, or the config.json of an earlier run."""
 

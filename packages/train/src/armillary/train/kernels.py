@@ -65,14 +65,14 @@ def sm_margin(config: Config, ring: int) -> int:
 def kernel_with_sm_margin(
     config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device, ring: int
 ) -> str | Kernel | None:
-    """Returns the kernel of a run's attention method: FlashAttention-3 with its `sm_margin`, or any other by its name.
+    """Returns the kernel of a run's attention method, to be set as `Method.kernel`.
 
     Args:
         ring: number of ranks on the ring.
 
     Returns:
-        The name in the configuration (None: the fastest kernel), unless FlashAttention-3 would run with a margin: then
-        the kernel object, which has the margin as a field.
+        If FlashAttention-3 would run with a margin: the kernel object, which has the margin as a field. Otherwise the
+        name in the configuration; None: the fastest kernel.
     """
     name, margin = config.parallel.kernel, sm_margin(config, ring)
     kernel = choose_kernel(inputs_of(config, model, dtype, device), name) if margin else None

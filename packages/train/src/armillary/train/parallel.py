@@ -19,7 +19,7 @@ DATA_AXES = ("replicate", "shard", "nodes", "devices", "ring", "ulysses")
 
 
 def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.device:
-    """Returns this rank's device: its own GPU if the machine has one for each of its ranks, otherwise the CPU.
+    """Returns this rank's device: its own GPU if the machine has one for each of its ranks, else or on request the CPU.
 
     Args:
         flag: the flag that sets `config.device`, for messages.
@@ -93,6 +93,6 @@ def split_cp(config: Config, cp: int) -> tuple[int, int]:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the 1-D mesh of all ranks that hold tokens of one step."""
+    """Returns the 1-D mesh of all ranks that hold different tokens of a step."""
     names = mesh.mesh_dim_names or ()
     return compat.flatten(mesh, [name for name in DATA_AXES if name in names], "data")

@@ -62,7 +62,8 @@ def load_rows(
         replica: this rank's data-parallel index.
 
     Raises:
-        ValueError: the stores' documents cannot be split or mixed, or have fewer tokens in total than a row.
+        ValueError: the stores' documents cannot be split or mixed, have fewer tokens in total than a row, or are trees
+            although the packing is "greedy".
     """
     length, kind = config.data.sequence_length, config.data.layout
     check_length(stores, length)

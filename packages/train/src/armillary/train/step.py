@@ -36,7 +36,7 @@ class StepResult:
 
 
 def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
-    """Takes one optimizer step on one global batch, given as micro-batches.
+    """Takes one optimizer step on one global batch, of which `batches` are this rank's micro-batches.
 
     The loss is the sum over the labelled tokens of all micro-batches and ranks, divided by the number of these tokens
     (for trees, by the sum of their weights). So it does not depend on the mesh or on the number of micro-batches.

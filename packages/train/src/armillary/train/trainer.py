@@ -40,7 +40,9 @@ def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str]
     Raises:
         ValueError: the configuration is invalid, or differs between ranks; raised before the first step.
         FloatingPointError: a loss or gradient is not finite, on every rank (`--train.bad-step`).
+        OSError: the last checkpoint cannot be saved; on every rank.
         TimeoutError: a rank is missing.
+        RuntimeError: communication failed, or another run has taken the output folder.
     """
     watchdog = watchdog or watchdog_of(config)
     # A signal that arrives before this line ends the process, which has no state to save yet.

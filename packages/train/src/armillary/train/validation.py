@@ -20,7 +20,8 @@ from armillary.train.step import forward, local_loss, sum_over_ranks
 def validate(run: Run) -> dict[str, float]:
     """Returns "loss", the mean over all labelled tokens of held-out rows, and the accuracy on each task by its name.
 
-    Reads the first held-out rows of the text and of each task: the same at every call, mesh and accumulation.
+    Reads the first held-out rows of the text and of each task, the same rows at every call and accumulation. They do
+    not depend on the mesh either, except recall's, whose answers are on other ranks than the questions.
     """
 
     def count_answers(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -35,7 +36,7 @@ def mean(run: Run, rows: Batches, evaluate: Callable[[Batch], tuple[Tensor, Tens
     """Returns the sum of totals divided by the sum of counts, of the first `validation.batches` global batches.
 
     Args:
-        evaluate: returns (total, count) of a micro-batch on this rank. Both are summed over all ranks.
+        evaluate: returns (total, count) of this rank's tokens of a micro-batch. Both are summed over all ranks.
     """
     micro_batches = range(run.config.validation.batches * run.config.train.accumulation)
     # Sums stay on the device until the end, so that the host queues the next micro-batch meanwhile.

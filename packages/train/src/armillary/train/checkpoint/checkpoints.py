@@ -116,7 +116,7 @@ class Checkpoints:
 
         Raises:
             TimeoutError: the previous save does not end.
-            RuntimeError: ranks are missing.
+            RuntimeError: ranks were missing in the previous save, or another run has taken the output folder.
         """
         self._wait_for_save()  # one save in flight at a time
         if not self.save_config.asynchronous:
@@ -137,6 +137,7 @@ class Checkpoints:
 
         Raises:
             OSError: the state cannot be saved or exported; on every rank.
+            TimeoutError, RuntimeError: as from `start`.
         """
         self._wait_for_save()
         if self.newest != step:
@@ -190,7 +191,11 @@ class Checkpoints:
             self.say(f"older checkpoints could not be removed: {error}")
 
     def _wait_for_save(self) -> None:
-        """Waits for the save in flight, and raises its error."""
+        """Waits for the save in flight, and raises its error, if it was not an OSError.
+
+        Raises:
+            TimeoutError: the save does not end within `timeout`.
+        """
         if self._saving is None:
             return
         since = time.monotonic()

@@ -51,7 +51,7 @@ def export(options: Export) -> None:
     """Writes the Hugging Face folder.
 
     Raises:
-        ValueError: there is no checkpoint, or it is damaged.
+        ValueError: there is no checkpoint, it is damaged, or `pretrained` is not a Hugging Face folder.
         OSError: a file could not be written.
     """
     if options.pretrained is not None and not (options.pretrained / CONFIG).is_file():

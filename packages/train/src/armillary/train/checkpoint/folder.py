@@ -19,6 +19,7 @@ from pathlib import Path
 
 COMPLETE = re.compile(r"step-(\d+)")
 INCOMPLETE = re.compile(r"step-\d+\.partial(-\w*)?|\.seen-by-all-[0-9a-f]{32}")
+"""Matches names that a killed run leaves: incomplete checkpoints, and the file that `check_shared` creates."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class CheckpointFolder:
         return sorted(int(match[1]) for name in self.names() if (match := COMPLETE.fullmatch(name)))
 
     def clear(self) -> None:
-        """Removes incomplete checkpoints of other runs, and damaged checkpoints of steps that were saved again."""
+        """Removes all incomplete checkpoints, and damaged ones of steps that were saved again since."""
         self.fence()
         for name in filter(INCOMPLETE.fullmatch, self.names()):
             remove(self.path / name)

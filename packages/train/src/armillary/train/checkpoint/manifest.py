@@ -32,7 +32,7 @@ class Manifest:
         model: fields of a Hugging Face config.json.
         time: time of the commit, ISO 8601 in UTC.
         files: size and CRC-32 of each file, by name.
-        settings: settings of the run by flag, as texts.
+        settings: values of the run's configuration as texts, by flag without dashes, such as "optimizer.lr".
     """
 
     step: int
@@ -52,7 +52,7 @@ class Manifest:
         """Reads the manifest of a checkpoint. Unknown fields, of later versions, are ignored.
 
         Raises:
-            Damaged: the manifest is missing, has changed, or lacks a field.
+            Damaged: the manifest is missing, has changed, or a field is missing or invalid.
             ValueError: the manifest has another format, or this process may not read it.
         """
         fields = read_checked(folder / MANIFEST)
@@ -88,7 +88,7 @@ def checkpoint_fault(folder: CheckpointFolder, step: int, reader: int = 0, reade
         reader, readers: as for `file_fault`.
 
     Raises:
-        ValueError: as from `Manifest.read`.
+        ValueError: the manifest has another format, or this process may not read a file.
     """
     try:
         manifest = Manifest.read(folder.path_of(step))

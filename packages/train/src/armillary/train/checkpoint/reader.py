@@ -36,7 +36,7 @@ class Damaged(Exception):
 class ListedFiles(FileSystem):
     """A file system whose `ls` returns only the files of the checkpoint.
 
-    torch's reader reads every file that `ls` returns. In the folder there may be files of no checkpoint.
+    torch's reader reads every file that `ls` returns, and the folder may contain files that nobody saved there.
     """
 
     def __init__(self, paths: list[str]) -> None:
@@ -62,7 +62,8 @@ class TensorReader(HuggingFaceStorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns shapes and dtypes from the headers of all files.
 
-        Checks that the chunks in the files fill each tensor, so that no header can state a tensor larger than its data.
+        Checks that the chunks of each tensor have as many elements as the tensor, so that no header can state a tensor
+        larger than its data.
 
         Raises:
             Damaged: a header is invalid, or a tensor is incomplete.
@@ -85,7 +86,12 @@ class TensorReader(HuggingFaceStorageReader):
         return metadata
 
     def read_data(self, plan: planning.LoadPlan, planner: planning.LoadPlanner) -> Future[None]:
-        """Reads the tensors of a plan; raises ValueError for errors of torch or safetensors."""
+        """Reads the tensors of a plan.
+
+        Raises:
+            ValueError: torch or safetensors raised an error other than the next two.
+            OSError, torch.OutOfMemoryError: as raised by torch.
+        """
         try:
             return super().read_data(plan, planner)
         except (OSError, torch.OutOfMemoryError):

@@ -31,11 +31,12 @@ class NewestIntact:
 def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str], None]) -> Manifest | None:
     """Restores the newest intact checkpoint; returns its manifest, None if there are no checkpoints. Collective.
 
-    Damaged checkpoints are reported and renamed.
+    Removes incomplete checkpoints; reports and renames damaged ones.
 
     Raises:
         ValueError: no checkpoint is intact, or the newest intact one is of another model or of other rows; on every
-            rank. The disk and the model are unchanged.
+            rank. Complete checkpoints and the model are then unchanged. Also if tensors cannot be read; the model may
+            then be partly loaded.
     """
     ranks.on_first(folder.clear)
     newest = newest_intact(folder, ranks, "; name another --train.output to start anew")

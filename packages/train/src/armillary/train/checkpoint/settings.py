@@ -9,11 +9,14 @@ from armillary.train.parallel import choose_axes
 from armillary.train.run import Run
 
 NOT_COMPARED = ("train.output",)
-"""Settings whose changes are not printed: the output folder may have been moved."""
+"""Fields that are not saved with the settings: the output folder may be moved between runs."""
 
 
 def settings(run: Run, ranks: int) -> dict[str, str]:
-    """Returns the settings of a run by flag, as texts. Mesh axes and device are the actual ones, not the defaults."""
+    """Returns the fields of a run's configuration as texts, by flag without dashes.
+
+    Mesh axes and device are the actual ones, also if the configuration leaves the choice open. `ranks` is added.
+    """
     flags = {flag(name): flag_text(value) for name, value in flat(run.config) if name not in NOT_COMPARED}
     axes = {f"parallel.{axis}": str(size) for axis, size in choose_axes(run.config, ranks).items()}
     return flags | axes | {"train.device": run.device.type, "ranks": str(ranks)}

@@ -24,7 +24,7 @@ from armillary.train.checkpoint.reader import SUFFIX, Damaged, TensorReader
 from armillary.train.runtime.health.ranks import Ranks
 
 READ_BYTES = 2**24
-"""Bytes that are read from a file at a time."""
+"""Bytes read from a file at a time, to compute its checksum."""
 
 MAX_FILE_BYTES = 2**32
 """Maximum bytes of tensors in a file, unless one tensor is larger. Readers map a whole file into memory."""
@@ -97,27 +97,16 @@ class TensorWriter(StorageWriter):
         self.files: dict[str, FileRecord] = {}
         """Records of all ranks' files by name; set on rank 0 by `finish`."""
 
-    # DCP calls the methods below in this order: on every rank, but `prepare_global_plan` and `finish` on rank 0.
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+    # `dcp.save` calls three methods that do something: on every rank `prepare_local_plan` and `write_data`, and then on
+    # rank 0 `finish`. If one of them raises, `dcp.save` raises a `CheckpointException` on every rank.
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Raises ValueError on every rank if one rank has an item that a file cannot store."""
+        """Checks this rank's items before any rank writes; see `check_items`."""
         check_items(plan.items)
         return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's files, and waits for the other ranks. Returns the record of each file."""
         files: list[WriteResult] = []
         rank = self.ranks.rank if self.ranks else 0
         try:
@@ -126,7 +115,8 @@ class TensorWriter(StorageWriter):
                 record = write_tensors(self.folder / name, items, planner)
                 files.append(WriteResult(MetadataIndex(name), record.size, record))
         finally:
-            # Also after an error: the other ranks wait here, so that no rank commits before all have written.
+            # DCP exchanges the results next, and would not name a rank that is missing there; `barrier` does. A rank
+            # whose write failed comes here too, because the other ranks wait for it.
             if self.ranks is not None:
                 self.ranks.barrier()
         results: Future[list[WriteResult]] = Future()
@@ -134,24 +124,42 @@ class TensorWriter(StorageWriter):
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Collects the records of all ranks' files, and reads the files' headers back. Runs on rank 0.
+        """Sets `files` from the results of all ranks, and reads the headers of these files back. Runs on rank 0.
 
-        Opens the files by the names in `results`, because a network file system may not list files of other hosts yet.
+        Args:
+            metadata: the tensors that DCP planned to save, with their global sizes.
+            results: by rank, its results of `write_data`.
 
         Raises:
-            OSError: the headers do not describe the saved tensors.
+            OSError: a header cannot be read, or the files do not have all planned tensors.
         """
+        # The names come from the results: a network file system may not list files of other hosts yet.
         self.files = {file.index.fqn: file.storage_data for rank_results in results for file in rank_results}
         reader = TensorReader(self.folder, self.files)
         try:
             file_metadata = reader.read_metadata().state_dict_metadata
         except Damaged as damage:
             raise OSError(f"the written files cannot be read: {damage}") from damage
-        # Every tensor that DCP planned must be complete in the files, with its global size.
+        # The reader has checked that each tensor's chunks are complete. Their tensors must be the planned ones.
         sizes = {name: entry.size for name, entry in file_metadata.items() if isinstance(entry, TensorStorageMetadata)}
         for name, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata) or sizes.get(name) != entry.size:
                 raise OSError(f"the written files do not have all of {name}")
+
+    # The other methods that the base class demands.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
 
 
 def check_items(items: Sequence[WriteItem]) -> None:
@@ -166,26 +174,26 @@ def check_items(items: Sequence[WriteItem]) -> None:
         if item.tensor_data.properties.dtype not in DTYPES:
             dtype_names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise ValueError(f"{name} has dtype {item.tensor_data.properties.dtype}; a checkpoint takes {dtype_names}")
-    name, count = Counter(item.index.fqn for item in items).most_common(1)[0] if items else ("", 0)
-    if count > 1:
-        raise ValueError(f"{name} has {count} chunks on one rank; a checkpoint takes one")
+    for name, count in Counter(item.index.fqn for item in items).items():
+        if count > 1:
+            raise ValueError(f"{name} has {count} chunks on one rank; a checkpoint takes one")
 
 
 def split_items(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Returns the items of each file.
+    """Divides a rank's items among files of at most `MAX_FILE_BYTES` of tensors.
 
-    Dtypes with wide elements come first. Each chunk then begins at a multiple of its element size, as tensors in a file
-    that is mapped into memory must.
+    Chunks with the largest elements come first: float64 before float32 before bfloat16. So each chunk begins at a
+    multiple of its element size, as a tensor in a file that is mapped into memory must.
     """
     files: list[list[WriteItem]] = []
-    size = MAX_FILE_BYTES  # as if the previous file were full, so that the first item opens a file
+    file_bytes = MAX_FILE_BYTES  # as if the previous file were full, so that the first item opens a file
     for item in sorted(items, key=lambda item: (-tensor_data(item).properties.dtype.itemsize, item.index.fqn)):
         nbytes = chunk_bytes(tensor_data(item))
-        if size + nbytes > MAX_FILE_BYTES:
+        if file_bytes + nbytes > MAX_FILE_BYTES:
             files.append([])
-            size = 0
+            file_bytes = 0
         files[-1].append(item)
-        size += nbytes
+        file_bytes += nbytes
     return files
 
 
@@ -201,6 +209,7 @@ def write_tensors(path: Path, items: Sequence[WriteItem], planner: SavePlanner) 
 
 
 def tensor_data(item: WriteItem) -> TensorWriteData:
+    """Returns dtype, offsets and sizes of an item's chunk; `check_items` has refused items without a tensor."""
     assert item.tensor_data is not None
     return item.tensor_data
 

@@ -21,7 +21,7 @@ class ModelConfig:
     """Sizes of a LLaMA, a hybrid or a GPT, or a pretrained folder; by default a million parameters, for a laptop."""
 
     family: Literal["llama", "gpt"] = "llama"
-    """gpt is GPT-2: LayerNorm, learned positions, tied embeddings; it uses only dim, layers and heads."""
+    """gpt is GPT-2: LayerNorm, learned positions, tied embeddings; its sizes are dim, layers, heads and vocab-size."""
     dim: Count = 128
     """Model dim (E)."""
     layers: Count = 4
@@ -55,7 +55,7 @@ class ModelConfig:
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] | None = None
     """RoPE scaling for longer sequences than the model was trained on; by default none, or as in the folder."""
     rope_factor: Positive = 8.0
-    """Factor by which RoPE scaling divides low frequencies."""
+    """Factor by which RoPE scaling divides frequencies: linear all of them, llama3 and yarn low ones."""
     rope_original_length: Count = 8192
     """Sequence length that the model was trained on before scaling; for llama3 and yarn."""
     vocab_size: CountOrNone = None
@@ -71,7 +71,7 @@ class ParallelConfig:
     replicate: Count = 1
     """Data-parallel replicas of the parameters (HSDP)."""
     shard: Count = 1
-    """Data-parallel ranks among which parameters are sharded (FSDP)."""
+    """Data-parallel ranks that shard the parameters (FSDP), as ranks of ring and ulysses do."""
     ring: CountOrNone = None
     """Context-parallel ranks on the sequence axis; by default all remaining ranks."""
     ulysses: CountOrNone = None
@@ -137,7 +137,7 @@ class OptimizerConfig:
     lr: Positive = 3e-3
     """Peak learning rate."""
     min_lr: NotNegative = 1e-4
-    """Learning rate of the last step."""
+    """Learning rate of the last step, unless the schedule is constant."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """After warm-up: cosine or linear decay to min-lr; lr until the last decay-steps (wsd); or lr to the end."""
     warmup_steps: Annotated[int, Field(ge=0, le=LARGEST)] = 10
@@ -185,7 +185,7 @@ class ValidationConfig:
     every: Count = 40
     """Steps between validations; one is always made after the last step."""
     batches: Count = 4
-    """Batches of held-out sequences, the same each time."""
+    """Global batches of held-out sequences, the same each time."""
     tasks: tuple[Literal["recall", "needle", "copy"], ...] = ()
     """Synthetic long-context tasks to report accuracy on, as long as a sequence, with held-out rows."""
 
@@ -241,7 +241,7 @@ class TrainConfig:
     seed: Annotated[int, Field(ge=0, le=LARGEST)] = 0
     """Seed of the initial weights, of the order of documents, and of random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is a GPU for this rank, else cpu."""
+    """auto: cuda if the machine has a GPU for each of its ranks, else cpu."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """Dtype of forward and backward; auto: bfloat16 on cuda, else float32. Master weights are float32 or float64."""
     bad_step: Literal["stop", "skip"] = "stop"

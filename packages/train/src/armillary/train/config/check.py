@@ -33,7 +33,7 @@ def check(config: Config) -> None:
             f"--model.dim {config.model.dim} is not a multiple of --model.heads {config.model.heads}; "
             "make it one, or set --model.head-dim"
         )
-    # The model's own checks. They do not depend on the vocabulary, which may be known only once the data are open.
+    # The model's own checks. The vocabulary may be known only once the data are open; 1 stands for it here.
     model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
 
 
@@ -54,7 +54,7 @@ def check_data(config: Config) -> None:
 
 
 def check_parallel(config: Config) -> None:
-    """Checks the names of method and kernel, and that sequences are long enough for their shards."""
+    """Checks the names of method and kernel, flags that exclude each other, and that a sequence fills its shards."""
     parallel, length = config.parallel, config.data.sequence_length
     named_method(parallel.attention, MethodOptions(nodes=parallel.nodes))
     check_kernel_name("--parallel.kernel", parallel.kernel)
@@ -78,13 +78,14 @@ def check_parallel(config: Config) -> None:
 
 
 def check_tasks(config: Config) -> None:
-    """Raises ValueError for a task in addition to text, or more pairs than symbols."""
+    """Raises ValueError for a task in addition to text, or for recall with more pairs than symbols."""
     data = config.data
     if data.task is not None and data.path:
         raise ValueError(f"--data.task {data.task} and --data.path {data.path[0]}: train on a task or on text")
     if "recall" in (data.task, *config.validation.tasks) and data.pairs > data.symbols:
         raise ValueError(
-            f"--data.pairs {data.pairs}: each needs its own key; make --data.symbols {data.symbols} as many"
+            f"--data.pairs {data.pairs}: each pair needs a key of its own; make --data.symbols {data.symbols} at least "
+            f"{data.pairs}"
         )
 
 
@@ -128,12 +129,12 @@ def check_log(config: LogConfig, steps: int, device: torch.device) -> None:
             raise ValueError(f"--log.{package} needs a package: pip install 'armillary-train[{package}]'")
     if config.trace_steps and config.trace is None:
         raise ValueError("--log.trace-steps: name the file too, as --log.trace FILE")
-    by_flag = {
+    steps_by_flag = {
         "profile": config.profile,
         "trace-steps": config.trace_steps,
         "memory-snapshot": config.memory_snapshot,
     }
-    for name, chosen_steps in by_flag.items():
+    for name, chosen_steps in steps_by_flag.items():
         outside = [step for step in chosen_steps if not 1 <= step <= steps]
         if outside:
             raise ValueError(f"--log.{name}: there is no step {outside[0]}; choose from 1 to {steps}")

@@ -1,4 +1,4 @@
-"""Limits of fields, annotated at the field: `steps: Count`, or `x: Annotated[float, Field(gt=0)]`."""
+"""Limits of the configuration's fields, in their annotations: `steps: Count`, `x: Annotated[float, Field(gt=0)]`."""
 
 from __future__ import annotations
 
@@ -55,18 +55,23 @@ def annotations_of(kind: type[Any]) -> dict[str, Any]:
 
 
 def requirement(annotation: Any, error: ValidationError) -> str:
-    """Returns the field's limits in words, or pydantic's message for an error that limits do not explain."""
-    detail = error.errors()[0]
-    # The limits are in the metadata of `Annotated`; in `CountOrNone` that is a member of the union.
-    metadata = [
-        item
-        for annotation_part in (annotation, *get_args(annotation))
-        for item in getattr(annotation_part, "__metadata__", ())
-    ]
-    limits = [limit for info in metadata if isinstance(info, FieldInfo) for limit in info.metadata]
-    bounds = {word: getattr(limit, name) for limit in limits for name, word in WORDS.items() if hasattr(limit, name)}
-    if not bounds or detail["type"].endswith("_type"):  # a value of the wrong type
-        return detail["msg"]
-    if detail["type"] == "less_than_equal" and bounds["at most"] == LARGEST:
+    """Returns a field's limits in words, such as "must be at least 1 and at most 32".
+
+    Returns pydantic's message if the field has no limits or the value is of another type.
+
+    Args:
+        annotation: the field's annotation.
+        error: pydantic's error for the value.
+    """
+    bounds: dict[str, float] = {}
+    # The annotation is an `Annotated` that has the limits, or, as `CountOrNone`, a union with such a member.
+    for member in (annotation, *get_args(annotation)):
+        for info in getattr(member, "__metadata__", ()):
+            for limit in info.metadata if isinstance(info, FieldInfo) else ():
+                bounds |= {word: getattr(limit, name) for name, word in WORDS.items() if hasattr(limit, name)}
+    first_error = error.errors()[0]
+    if not bounds or first_error["type"].endswith("_type"):
+        return first_error["msg"]
+    if first_error["type"] == "less_than_equal" and bounds["at most"] == LARGEST:
         return "must be at most 2^63 - 1"
     return f"must be {' and '.join(f'{word} {bound:,}' for word, bound in bounds.items() if bound != LARGEST)}"

@@ -71,7 +71,7 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
         ValueError: the configuration cannot be trained on this number of ranks.
     """
     check(config)
-    axes = axes_of(config, ranks)
+    axes = checked_axes(config, ranks)
     dtype = precision_of(config)
     # The trainer's own functions shard the model, on a process group that communicates nothing.
     with fake_world(**mesh_axes(config, axes)) as mesh:
@@ -98,9 +98,17 @@ def precision_of(config: Config) -> torch.dtype:
     return precision(config, torch.device("cpu" if config.train.device == "cpu" else "cuda"))
 
 
-def axes_of(config: Config, ranks: int | None) -> dict[str, int]:
-    """Returns the ranks on each mesh axis, checked."""
+def checked_axes(config: Config, ranks: int | None) -> dict[str, int]:
+    """Returns the number of ranks on each mesh axis.
+
+    Args:
+        ranks: number of ranks; None: torchrun's WORLD_SIZE, without torchrun the product of the configured axes.
+
+    Raises:
+        ValueError: a number of ranks that a dry run does not allow, or that is not the product of the axes.
+    """
     if ranks is None:
+        # For a single rank `choose_axes` sets all axes that are not configured to 1.
         ranks = int(os.environ.get("WORLD_SIZE", prod(choose_axes(config, 1).values())))
     elif not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"--ranks {ranks}: must be at least 1 and at most {MOST_RANKS:,}")

@@ -66,7 +66,7 @@ class Generate:
     json: bool = False
     """Print JSON at the end."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is a GPU for this rank, else cpu."""
+    """auto: cuda if the machine has a GPU for each of its ranks, else cpu."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """auto: bfloat16 on cuda, else float32."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

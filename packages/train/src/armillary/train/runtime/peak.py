@@ -8,7 +8,7 @@ import sys
 import torch
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L20": 119.5e12}
-"""Peak of dense bfloat16 FLOP/s, the denominator of MFU, by a word in the device's name."""
+"""Peak of dense bfloat16 FLOP/s, the denominator of MFU, by a word in the device's name; H100 as SXM."""
 
 
 def peak_flops(device: torch.device) -> float | None:

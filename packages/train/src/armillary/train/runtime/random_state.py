@@ -15,7 +15,10 @@ WORDS = 624
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Returns the states of all generators as tensors: int64 for the words, float64 for a stored normal number."""
+    """Returns the states of all generators as tensors.
+
+    Python's and numpy's are int64 for the words and float64 for a stored normal number; torch's are uint8.
+    """
     # Python and numpy draw normal numbers in pairs, and store the second one of a pair in the state.
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached_gauss = cast(tuple[Any, ...], np.random.get_state())

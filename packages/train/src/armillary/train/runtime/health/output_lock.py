@@ -37,7 +37,7 @@ class OutputLock:
         self.output, self.say, self.timeout, self.flag = output, say, timeout, flag
         self.claim: Claim | None = None  # on rank 0
         self.run = ""  # name of this run
-        self._loss = ""  # message of the LockLost that a heartbeat raised; "" while the lock is held
+        self._lost_message = ""  # of the LockLost that a heartbeat raised; "" while the lock is held
         self._exited = threading.Event()
 
     def __enter__(self) -> Self:
@@ -72,8 +72,8 @@ class OutputLock:
 
     def check(self) -> None:
         """Raises LockLost if the latest heartbeat found that another run has taken the lock. Reads no file."""
-        if self._loss:
-            raise LockLost(self._loss)
+        if self._lost_message:
+            raise LockLost(self._lost_message)
 
     def _take(self) -> tuple[str, str]:
         """Takes the lock; returns (name of the run, the reason why the run may not start or "")."""
@@ -94,7 +94,7 @@ class OutputLock:
                 claim.check()
             except LockLost as lost:
                 # A lock that this run has just released is not lost.
-                self._loss = "" if self._exited.is_set() else str(lost)
+                self._lost_message = "" if self._exited.is_set() else str(lost)
                 return
             except OSError:
                 continue  # a network file system may not answer for a while

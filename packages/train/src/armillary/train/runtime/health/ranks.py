@@ -15,7 +15,7 @@ Failure = tuple[type[Exception], str]
 """An error of one rank as the other ranks raise it: (type, message)."""
 
 SHARED_TYPES = (ValueError, OSError)
-"""Errors that keep their type on the other ranks; any other becomes a RuntimeError there."""
+"""Errors that all ranks raise with the type that they have on one rank; any other becomes a RuntimeError."""
 
 
 class Ranks:
@@ -45,8 +45,8 @@ class Ranks:
         """Calls `action` on every rank; returns the results of all ranks. If it raises on one rank, all raise.
 
         Raises:
-            ValueError, OSError: `action` raised an error of this type.
-            RuntimeError: `action` raised any other error.
+            ValueError, OSError: `action` raised errors of this type.
+            RuntimeError: `action` raised any other error, or errors of several types, or ranks are missing.
         """
         answer: tuple[R | None, Failure | None]
         cause: Exception | None = None
@@ -83,7 +83,7 @@ def check_consistent(subject: str, values: Mapping[str, Any]) -> None:
 
 
 def combine_errors(failures: dict[int, Failure]) -> Exception:
-    """Returns one error for the failures of several ranks."""
+    """Returns one error for the failures by rank: of their type, or a RuntimeError if they have several types."""
     kinds = {kind for kind, _ in failures.values()}
     kind = kinds.pop() if len(kinds) == 1 else RuntimeError
     if kind is ValueError:  # usually all ranks raise the same one

@@ -16,6 +16,7 @@ def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
 
     Raises:
         ValueError: ranks do not see a file that rank 0 created; the message names them. On every rank.
+        OSError: rank 0 cannot create a file in the folder. On every rank.
     """
 
     # Rank 0 creates a file with a name that no earlier run has used; the other ranks look for it.

@@ -125,9 +125,9 @@ def waits(stack: StackSummary) -> bool:
 
 
 def innermost(stack: StackSummary) -> list[FrameSummary]:
-    """Returns the innermost lines of a stack, innermost first, up to the first line in other files than these.
+    """Returns the innermost lines of a stack, innermost first, through the first one that communication never calls.
 
-    These are the files whose functions communication may call, and those of the standard library.
+    Communication may call functions in files that match `CALLED_BY_COMMUNICATION`, and of the standard library.
     """
     lines: list[FrameSummary] = []
     for line in reversed(stack):

@@ -1,4 +1,4 @@
-"""Signals that end training before the last step."""
+"""Signals that end training early."""
 
 from __future__ import annotations
 
@@ -14,26 +14,29 @@ import torch.distributed as dist
 class StopSignal:
     """Context manager that handles SIGTERM and SIGUSR1: training ends on all ranks after the current step.
 
-    One object's blocks may be nested: a signal that arrived in the outer block counts in the inner one. Further signals
-    have no effect, so that the last checkpoint is written completely. Python handles signals in its main thread only;
-    a block in another thread does nothing.
+    The handler only sets `received`, so that further signals do not interrupt the last save. Blocks of one object may
+    be nested: a signal that arrived in the outer block counts in the inner one. Outside of the main thread, the only
+    one in which Python handles signals, a block does nothing.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.received = False
-        self._previous: list[dict[signal.Signals, Any]] = []
+        self._previous_handlers: list[dict[signal.Signals, Any]] = []  # by signal, for each block that was entered
 
     def __enter__(self) -> Self:
-        is_main = threading.current_thread() is threading.main_thread()
-        self._previous.append({number: signal.signal(number, self._receive) for number in self.SIGNALS if is_main})
+        previous_handlers: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in self.SIGNALS:
+                previous_handlers[number] = signal.signal(number, self._receive)
+        self._previous_handlers.append(previous_handlers)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.pop().items():
+        for number, handler in self._previous_handlers.pop().items():
             # The handler is None if it was not installed from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
@@ -42,7 +45,7 @@ class StopSignal:
 
     def is_requested(self, device: torch.device) -> bool:
         """Returns True on every rank if any rank has received a signal. Collective."""
-        # A signal may reach ranks during different steps. After the all-reduce all of them stop after the same step.
+        # A signal may reach ranks during different steps. The all-reduce makes them stop after the same one.
         count = torch.tensor(float(self.received), device=device)
         dist.all_reduce(count)
         return count.item() > 0
