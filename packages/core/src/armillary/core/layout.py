@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -41,8 +42,10 @@ class SequenceLayout:
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
-    __slots__ = ("_hash", "_spans", "length", "sizes", "text")
+    __slots__ = ("_hash", "length", "sizes", "spans_by_shard", "text")
 
+    spans_by_shard: tuple[Spans, ...]
+    """The runs of positions of each shard, in local order."""
     sizes: tuple[int, ...]
     """Number of tokens of each shard."""
     length: int
@@ -51,28 +54,28 @@ class SequenceLayout:
     """The layout as a string, such as "0:2,6:8;2:6", for `read` and for keys of compiled graphs."""
 
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
-        self._spans = tuple(join_spans(shard) for shard in _list_shards(spans))
-        self.sizes = tuple(sum(map(len, shard)) for shard in self._spans)
+        self.spans_by_shard = tuple(join_spans(shard) for shard in _list_shards(spans))
+        self.sizes = tuple(sum(map(len, shard)) for shard in self.spans_by_shard)
         self.length = sum(self.sizes)
         # Computed once: every attention call looks up caches by layout, and a layout may have thousands of spans.
-        self._hash = hash(self._spans)
+        self._hash = hash(self.spans_by_shard)
         self._check()
-        self.text = ";".join(",".join(map(span_text, shard)) for shard in self._spans)
+        self.text = ";".join(",".join(map(span_text, shard)) for shard in self.spans_by_shard)
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, SequenceLayout) and self._spans == other._spans)
+        return self is other or (isinstance(other, SequenceLayout) and self.spans_by_shard == other.spans_by_shard)
 
     def __hash__(self) -> int:
         return self._hash
 
     def _check(self) -> None:
-        if not self._spans:
+        if not self.spans_by_shard:
             raise ValueError("a layout needs at least one shard; got none")
-        for shard, spans in enumerate(self._spans):
+        for shard, spans in enumerate(self.spans_by_shard):
             if not spans:
                 raise ValueError(f"shard {shard} of {self.shards} has no positions; every shard needs at least one")
         # Together the spans must start at 0 and have no gap. `missing_position` also refuses repeated positions.
-        runs = [span for spans in self._spans for span in spans]
+        runs = [span for spans in self.spans_by_shard for span in spans]
         first = min(span[0] for span in runs)
         if first != 0:
             raise ValueError(f"positions must start at 0; the smallest one here is {first}")
@@ -80,7 +83,7 @@ class SequenceLayout:
             raise ValueError(f"no shard has position {gap} of {max(span[-1] for span in runs) + 1}")
 
     def __repr__(self) -> str:
-        shards = "; ".join(", ".join(map(span_text, spans)) for spans in self._spans[:8])
+        shards = "; ".join(", ".join(map(span_text, spans)) for spans in self.spans_by_shard[:8])
         return f"SequenceLayout(length={self.length}, shards={self.shards}: {shards}{'; ...' * (self.shards > 8)})"
 
     # -- constructors, which raise ValueError for fewer tokens than shards --------------------------------------------
@@ -176,13 +179,13 @@ class SequenceLayout:
     @property
     def shards(self) -> int:
         """Number of shards."""
-        return len(self._spans)
+        return len(self.spans_by_shard)
 
     def spans(self, shard: int) -> Spans:
         """Returns the runs of positions of `shard`, in local order."""
         if not 0 <= integer("shard", shard) < self.shards:
             raise ValueError(f"shard {shard} is not one of the {self.shards} shards 0..{self.shards - 1}")
-        return self._spans[shard]
+        return self.spans_by_shard[shard]
 
     def positions(self, shard: int) -> Tensor:
         """Returns the global positions of the tokens of `shard`, a LongTensor [T] on the CPU."""
@@ -230,7 +233,7 @@ class SequenceLayout:
         if len(kinds) > 1:
             raise ValueError(f"parts differ in dims, dtype or device: {'; '.join(kinds)}")
         # In the concatenation of all shards, the token of position p is at index order[p].
-        order = torch.cat([self.positions(shard) for shard in range(self.shards)]).argsort()
+        order = shard_order(self).argsort()
         return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
 
     # -- derived layouts --------------------------------------------------------------------------------------------
@@ -252,10 +255,15 @@ class SequenceLayout:
         return _coarsen(self, integer("n", n))
 
 
+def shard_order(layout: SequenceLayout) -> Tensor:
+    """Returns the positions of shard 0, shard 1, ..., concatenated: a LongTensor [N] on the CPU."""
+    return torch.cat([layout.positions(shard) for shard in range(layout.shards)])
+
+
 @lru_cache(maxsize=16)  # sorting the spans of a million stripes takes seconds
 def _sort_spans(layout: SequenceLayout) -> tuple[Integers, Integers, list[tuple[range, int]]]:
     """Returns the sorted starts of all spans with step 1, the shards of these, and (span, shard) of all other spans."""
-    spans = [(span, shard) for shard in range(layout.shards) for span in layout.spans(shard)]
+    spans = [(span, shard) for shard, spans in enumerate(layout.spans_by_shard) for span in spans]
     runs = sorted((span.start, shard) for span, shard in spans if span.step == 1)
     starts, shards = np.array(runs, dtype=np.int64).reshape(-1, 2).T
     return starts, shards, [(span, shard) for span, shard in spans if span.step > 1]
@@ -268,7 +276,7 @@ def _refine(layout: SequenceLayout, n: int) -> SequenceLayout:
     if n < 1 or smallest < n:
         min_tokens = layout.shards * n
         raise ValueError(f"cannot cut shards of {smallest} tokens in {n}; give at least {min_tokens} tokens in all")
-    pieces = (piece for shard in range(layout.shards) for piece in cut_spans(layout.spans(shard), n))
+    pieces = (piece for spans in layout.spans_by_shard for piece in cut_spans(spans, n))
     return SequenceLayout(pieces) if n > 1 else layout
 
 
@@ -278,8 +286,8 @@ def _coarsen(layout: SequenceLayout, n: int) -> SequenceLayout:
         raise ValueError(f"cannot join {layout.shards} shards in groups of {n}; {n} must divide {layout.shards}")
     if n == 1:
         return layout
-    groups = ([layout.spans(shard) for shard in range(i, i + n)] for i in range(0, layout.shards, n))
-    return SequenceLayout([[span for spans in group for span in spans] for group in groups])
+    groups = (layout.spans_by_shard[i : i + n] for i in range(0, layout.shards, n))
+    return SequenceLayout(map(chain.from_iterable, groups))
 
 
 def attention_balance(
@@ -336,7 +344,7 @@ def attention_traffic(
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
     rows = _slices_by_row(layout.length, causal, window, documents, mask)
     rows = [mirror(row) for row in rows] if check_bool("of_queries", of_queries) else rows
-    return token_hops(PositionRuns.of_spans(map(layout.spans, range(layout.shards))), layout.shards, rows)
+    return token_hops(PositionRuns.of_spans(layout.spans_by_shard), layout.shards, rows)
 
 
 def _slices_by_row(

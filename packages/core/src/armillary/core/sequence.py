@@ -14,12 +14,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from armillary.core.layout import SequenceLayout
+from armillary.core.layout import SequenceLayout, shard_order
 from armillary.core.placements import check_chunks, chunk_sizes, describe, from_local
 from armillary.core.validation import check_dim, check_tensor
 
@@ -167,11 +166,6 @@ def _redistribute_by_dim(x: DTensor, mesh_dims: Sequence[int], placement: Placem
     for mesh_dim in mesh_dims:
         x = x.redistribute(placements=[placement if i == mesh_dim else old for i, old in enumerate(x.placements)])
     return x
-
-
-def shard_order(layout: SequenceLayout) -> Tensor:
-    """Returns the positions of shard 0, shard 1, ..., concatenated: a LongTensor [N] on the CPU."""
-    return torch.cat([layout.positions(shard) for shard in range(layout.shards)])
 
 
 def nested_sizes(length: int, ranks: Sequence[int]) -> tuple[int, ...]:

@@ -51,11 +51,11 @@ class ComputedCells:
     @classmethod
     def of(cls, blocks: ComputedBlocks, mask: AttentionMask, edges: Integers, ranks: int) -> ComputedCells:
         """Counts the pairs of every block in every cell."""
-        key_cells, cells = KeyCells(_shard_spans(blocks.key_layout), edges), len(edges) - 1
+        key_cells, cells = KeyCells(blocks.key_layout.spans_by_shard, edges), len(edges) - 1
         ranks_and_steps = {(query, key): (rank, step) for rank, step, query, key in blocks.blocks}
         by_rank, step, most_pairs = np.zeros((ranks, cells, cells), np.int64), *np.zeros((2, cells, cells), np.int64)
         slices = mask.slices(blocks.layout.length)[0]
-        for query, spans in enumerate(_shard_spans(blocks.layout)):
+        for query, spans in enumerate(blocks.layout.spans_by_shard):
             for key, pairs in enumerate(key_cells.pairs(spans, slices)):
                 rank, block_step = ranks_and_steps[query, key]
                 by_rank[rank] += pairs
@@ -86,11 +86,7 @@ class ComputedCells:
 
 def has_strided_spans(layout: SequenceLayout) -> bool:
     """Returns True if neighbouring positions are in different shards, as in the striped layout."""
-    return any(span.step > 1 for spans in _shard_spans(layout) for span in spans)
-
-
-def _shard_spans(layout: SequenceLayout) -> list[Any]:
-    return [layout.spans(shard) for shard in range(layout.shards)]
+    return any(span.step > 1 for spans in layout.spans_by_shard for span in spans)
 
 
 def _runs(layout: SequenceLayout, edges: Integers) -> list[tuple[int, int]]:
@@ -98,7 +94,7 @@ def _runs(layout: SequenceLayout, edges: Integers) -> list[tuple[int, int]]:
     if has_strided_spans(layout):
         # Each position is a run, and a cell: a picture of so few tokens has one cell per token.
         return [(p, p + 1) for p in range(layout.length)] if layout.length <= 1 / MIN_SHARE else []
-    spans = [span for spans in _shard_spans(layout) for span in spans if len(span) >= MIN_SHARE * layout.length]
+    spans = [span for spans in layout.spans_by_shard for span in spans if len(span) >= MIN_SHARE * layout.length]
     return [tuple(np.searchsorted(edges, (span.start, span.stop)).tolist()) for span in spans]
 
 

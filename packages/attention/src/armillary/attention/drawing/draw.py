@@ -146,7 +146,7 @@ def draw_computed(axes: Any, cells: ComputedCells, title: str) -> None:
 
 def draw_layout(axes: Any, layout: SequenceLayout, edges: Integers) -> None:
     """Draws one row for each rank, coloured where the rank has positions."""
-    counts = np.stack([count_positions(layout.spans(rank), edges) for rank in range(layout.shards)])
+    counts = np.stack([count_positions(spans, edges) for spans in layout.spans_by_shard])
     # [colours, rows, cells]: the row of a rank has that rank's positions, in its colour only.
     rows = np.stack([counts * (np.arange(layout.shards) == rank)[:, None] for rank in range(layout.shards)])
     cells = blend(rows, np.diff(edges)[None, :], rank_colors(layout.shards))

@@ -135,7 +135,7 @@ def _plan(options: StateOptions, v: Tensor, kernel: StateKernel) -> tuple[Axis |
     if layout.shards != ranks:
         ranks_text = "without an axis there is 1 rank" if axis is None else f"axis {axis.name!r} has {ranks} ranks"
         raise ValueError(f"the layout has {layout.shards} shards; {ranks_text}")
-    striped_spans = [span for shard in range(ranks) for span in layout.spans(shard) if span.step > 1]
+    striped_spans = [span for spans in layout.spans_by_shard for span in spans if span.step > 1]
     if striped_spans:
         raise ValueError(
             f"layout with {striped_spans[0]}: a state runs along neighbouring tokens; `armillary.core.relayout` the "

@@ -256,7 +256,9 @@ def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[ShardRun]:
     for row, segments in enumerate(rows):
         if segments not in by_segments:
             spans = sorted(
-                (run.start, run.stop, s) for s in range(layout.shards) for run in segments.runs(layout.spans(s))
+                (run.start, run.stop, shard)
+                for shard, shard_spans in enumerate(layout.spans_by_shard)
+                for run in segments.runs(shard_spans)
             )
             previous_tokens = segments.ancestors(np.array([start for start, *_ in spans]), 1)
             run_ending_at = {stop - 1: index for index, (_, stop, _) in enumerate(spans)}

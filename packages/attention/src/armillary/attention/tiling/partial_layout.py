@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from armillary.core import SequenceLayout, TokenRanges
 from armillary.core.spans import Spans
@@ -33,8 +34,8 @@ class PartialLayout(SequenceLayout):
     __hash__ = SequenceLayout.__hash__
 
     def coarsen(self, n: int) -> PartialLayout:
-        groups = ([self.spans(shard) for shard in range(i, i + n)] for i in range(0, self.shards, n))
-        return PartialLayout([[span for spans in group for span in spans] for group in groups], self.length)
+        groups = (self.spans_by_shard[i : i + n] for i in range(0, self.shards, n))
+        return PartialLayout(map(chain.from_iterable, groups), self.length)
 
 
 def spans_at(spans: Spans, tokens: TokenRanges) -> Iterator[range]:

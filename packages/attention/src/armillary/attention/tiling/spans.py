@@ -108,7 +108,7 @@ class Runs:
 @lru_cache(maxsize=16)
 def all_spans(layout: SequenceLayout) -> SpanTable:
     """Returns the spans of all shards of a layout."""
-    return SpanTable.of(layout.spans(shard) for shard in range(layout.shards))
+    return SpanTable.of(layout.spans_by_shard)
 
 
 def tile_array(queries: SpanTable, keys: SpanTable, slices: Slices) -> TileArray:

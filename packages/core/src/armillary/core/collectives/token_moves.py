@@ -193,9 +193,9 @@ class Owners:
 @lru_cache(maxsize=16)
 def _owners(layout: SequenceLayout) -> Owners:
     starts, shards, offsets = list[Integers](), list[Integers](), list[Integers]()
-    for shard in range(layout.shards):
+    for shard, spans in enumerate(layout.spans_by_shard):
         first = 0
-        for span in layout.spans(shard):
+        for span in spans:
             # Tokens of a span with a step are not adjacent: each becomes a run of one token.
             span_starts = np.arange(span.start, span.stop, span.step) if span.step > 1 else np.array([span.start])
             starts.append(span_starts)

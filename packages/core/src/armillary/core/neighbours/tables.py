@@ -103,7 +103,7 @@ def halo_table(
 ) -> tuple[MoveTable, list[int]]:
     """Returns the moves of `halo`, and the lengths of this rank's runs with their halos, row by row."""
     # The runs of all ranks, because each rank must know which of its tokens other ranks need.
-    runs = [[row.runs(layout.spans(shard)) for row in rows] for shard in range(layout.shards)]
+    runs = [[row.runs(spans) for row in rows] for spans in layout.spans_by_shard]
     needed_positions = [
         [
             np.concatenate([_surroundings(row, run, left, right) for run in row_runs])
