@@ -21,8 +21,8 @@ from armillary.core import SequenceLayout
 class ContextParallelBatch:
     """This rank's shard of a batch, and attention under the batch's mask and layout (`attend`).
 
-    `ContextParallel.shard` returns it. As a context manager it opens a `sequence` block with the batch's layout and
-    mask, for `sdpa_parallel` and models of transformers.
+    `ContextParallel.shard` returns it. As a context manager it opens a `sequence` block, for `sdpa_parallel` and models
+    of transformers, with the batch's layout and with the mask that `shard` was given, or else the documents.
 
     Attributes:
         owner: the `ContextParallel` that sharded the batch.
@@ -33,8 +33,8 @@ class ContextParallelBatch:
         attention_mask: [B, T]; None if `ContextParallel.shard` was given none.
         documents: boundaries of the documents and of runs of padding, in global positions.
         layout: layout of the sequence over all ranks of the method.
-        labelled: number of labels that the loss is a mean over.
-        mask: mask of `attend`.
+        labelled: number of labels by which the loss divides the sum over all ranks.
+        mask: mask of `attend`, with the documents.
         inputs_read: True once `inputs` was read, so that a model's scalar loss may come from them.
     """
 
@@ -77,8 +77,8 @@ class ContextParallelBatch:
 
         Every rank of the sequence must call `gather`, and gets the whole tensor.
 
-        Bytes sent: (P - 1) times the bytes of `x` padded to the longest shard, for P ranks on one axis, kind
-        "all_gather".
+        Bytes sent, kind "all_gather", to each of the other ranks on one axis: those of `x` padded to the longest shard,
+        and 16.
 
         Raises:
             ValueError: x has another number of tokens than the batch.
@@ -109,7 +109,8 @@ class ContextParallelBatch:
         Bytes sent: as by the method.
 
         Raises:
-            ValueError: a layout other than the batch's; backward recomputes with a batch that no forward has used.
+            ValueError: a layout other than the batch's; a mask with other documents; errors of the method's call;
+                backward recomputes with a batch that no forward has used.
             torch.utils.checkpoint.CheckpointError: backward recomputes with another batch than forward used
                 (non-reentrant checkpointing).
         """

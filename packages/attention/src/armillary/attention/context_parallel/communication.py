@@ -65,7 +65,10 @@ def _flat_axis(method: Method) -> Axis:
 
 
 def gather_integers(rows: Sequence[Sequence[int]], method: Method) -> list[list[int]]:
-    """Gathers rows of integers from all ranks of a method. All rows have one length; every rank must call this."""
+    """Gathers rows of integers from all ranks of a method. All rows have one length; every rank must call this.
+
+    Bytes sent to each other rank of an axis, axis by axis: 8 for the number of rows, and 8 for each integer so far.
+    """
     gathered = [list(row) for row in rows]
     for axis in method_axes(method):
         local = torch.tensor(gathered, dtype=torch.int64, device=_device(axis))
@@ -96,7 +99,8 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
         layout: layout of the sequence, over all ranks of the method or over its sequence axis.
 
     Bytes sent, kind "all_gather": on the first axis, of C ranks, C - 1 times the bytes of a shard padded to the longest
-    one; on each further axis, of C ranks, C - 1 times the bytes of all shards gathered so far. Every rank must call it.
+    one; on each further axis, of C ranks, C - 1 times the bytes of all shards gathered so far; and a `gather_integers`
+    of one integer. Every rank must call it.
 
     Raises:
         ValueError: x has another number of tokens than this rank's shard.

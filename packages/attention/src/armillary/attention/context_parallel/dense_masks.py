@@ -40,7 +40,9 @@ class MaskReader:
         """attn_mask -> ((version, batch, sequence length), AttentionMask)."""
 
     def read(self, attn_mask: Tensor, batch: int, layout: SequenceLayout) -> AttentionMask:
-        """Converts an `attn_mask`. Every rank must call this: ranks exchange a hash, if the method's axes are known.
+        """Converts an `attn_mask`. Every rank must call this.
+
+        For a new tensor, ranks exchange two integers, one of them a hash of the mask, if the method's axes are known.
 
         Args:
             batch: number of rows of the batch.
@@ -82,8 +84,8 @@ def mask_of_tensor(attn_mask: Tensor, batch: int, length: int) -> AttentionMask:
         length: N.
 
     Raises:
-        ValueError: a mask of a shard, one that differs between heads, another number of rows, a bias, or more than
-            MAX_SLICES slices.
+        ValueError: a DTensor; a mask of a shard, one that differs between heads, another number of rows, an integer
+            dtype, a bias, or more than MAX_SLICES slices.
     """
     rows = [_mask_of_row(row) for row in _visibility(attn_mask, batch, length)]
     return rows[0] if all(row == rows[0] for row in rows) else AttentionMask.rows(rows)

@@ -1,8 +1,8 @@
 """Documents of packed rows, reconstructed from position ids that are sharded over ranks.
 
-A token at global position p with position id i is in the document that starts at p - i. For each start, ranks exchange
-the positions of the first and the last of their tokens with it. So every rank reconstructs the same documents or raises
-the same error.
+A token at global position p with position id i (from 0) is in the document that starts at p - i. For each start, ranks
+exchange the positions of the first and the last of their tokens with it. So every rank reconstructs the same documents
+or raises the same error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def find_documents(
 ) -> Documents | None:
     """Returns the boundaries of the documents of whole rows; None if each row is one document.
 
-    Every rank of the method must call this. A rank sends four integers for each document of which it has tokens.
+    Every rank of the method must call this: ranks exchange four integers for each `PackedRun`.
 
     Args:
         position_ids: [B or 1, T], of this rank's tokens.
@@ -55,7 +55,7 @@ def find_documents(
 
     Raises:
         ValueError: on every rank, if position ids neither are global positions nor restart at `first_position` in each
-            document.
+            document, or if they restart exactly where shards start.
     """
     runs = gather_integers(_runs(position_ids - first_position, layout.positions(method.shard)), method)
     rows = [[PackedRun(*run) for run in runs if run[0] == row] for row in range(position_ids.shape[0])]

@@ -57,8 +57,8 @@ class ContextParallel:
         padding_idx: position ids count from padding_idx + 1 (RoBERTa); None: they count from 0. `prepare` sets it.
 
     Raises:
-        ValueError: `method` is no method, or a name without a mesh; the axes of the method are unknown; `data` names
-            axes that the mesh does not have, or over which the method shards the sequence.
+        ValueError: `method` is no method, an unknown name, or a name without a mesh; the method's axes are unknown;
+            `data` without a mesh, or with axes that the mesh does not have or that the method shards the sequence over.
     """
 
     def __init__(self, method: Method | str, mesh: DeviceMesh | None = None, data: str | Sequence[str] = ()) -> None:
@@ -110,12 +110,12 @@ class ContextParallel:
             mask: attention mask, to which `documents` are added. By default `batch.attend` is causal, and a model
                 called inside `with batch` uses its own mask.
             layout: layout over all ranks of the method, or over its sequence axis only; by default `method.layout(N)`.
-            documents: boundaries, as `AttentionMask` takes them. By default a document starts wherever a position id
-                is 0 (or padding_idx + 1); without position_ids, each row is one document.
+            documents: boundaries, as `AttentionMask` takes them. By default those of `mask`; without them, a document
+                starts wherever a position id is 0 (or padding_idx + 1), and without position_ids each row is one.
             position_ids: [B or 1, N]; by default they count from the start of each document.
             attention_mask: [B, N] of 1 for tokens and 0 for padding, as tokenizers make it. Each run of padding becomes
                 a separate document, which no other token sees and which has no labels. The model's output for padding
-                is meaningless.
+                is meaningless. `mask` must then be of a kind that can have documents.
             shift_labels: [B, N], labels that are shifted already, instead of `labels`.
             labelled: number of labels that the loss is averaged over; by default the labels of this batch on all data
                 axes. For several micro-batches, give the number of labels in all of them. A batch without labels has
@@ -125,11 +125,12 @@ class ContextParallel:
         `shard`.
 
         Raises:
-            ValueError: tensors whose shapes differ from that of `ids`; documents that do not end at N; a layout of
-                another length or number of shards; `labelled` below 1; both labels and shift_labels; a tree or a mask
-                from slices, if position_ids or shift_labels are missing; an attention_mask with zeros between tokens of
-                a document, or before them if position_ids are missing; padding with shift_labels; visible ids equal to
-                padding_idx.
+            ValueError: tensors whose shapes differ from that of `ids`; documents that do not end at N, or differ from
+                those of `mask`; a layout of another length or number of shards; `labelled` below 1; both labels and
+                shift_labels; a mask that cannot have documents (a tree, slices, blocks, a mask per row) beside padding,
+                or without position_ids or shift_labels; an attention_mask with values other than 0 and 1, with zeros
+                between tokens of a document, or before them if position_ids are missing; shift_labels of padding
+                other than -100; visible ids equal to padding_idx if position_ids are missing.
         """
         check_layout("layout", layout)
         if labelled is not None:
@@ -140,7 +141,8 @@ class ContextParallel:
                     f"mask={mask!s:.80} has no documents that say where positions restart and labels end: "
                     "give position_ids and shift_labels beside it"
                 )
-            documents = mask.documents if documents is None else documents
+            # Raises if the mask's documents differ from the given ones.
+            documents = with_documents(mask, AttentionMask(documents=documents).documents).documents or documents
         rows = complete_rows(
             ids,
             labels,
@@ -150,6 +152,11 @@ class ContextParallel:
             shift_labels=shift_labels,
             padding_idx=self.padding_idx,
         )
+        if mask is not None and not takes_documents(mask) and attention_mask is not None and not attention_mask.all():
+            raise ValueError(
+                f"attention_mask hides tokens, and mask={mask!s:.80} cannot have documents, so padding would be seen: "
+                "leave attention_mask out, and hide padding in the mask"
+            )
         length = ids.shape[1]
         if layout is not None and layout.length != length:
             raise ValueError(f"the layout has {layout.length} tokens, the batch {length}: pass attend.layout({length})")
@@ -180,8 +187,8 @@ class ContextParallel:
 
         Raises:
             ValueError: a batch that another `ContextParallel` sharded; logits whose [B, T] differs from the batch's; a
-                scalar loss that is not floating-point, or whose model was not called with `batch.inputs`, because it
-                may be a mean over this shard's labels.
+                scalar loss that is not floating-point, or given before `batch.inputs` was read, because it may be a
+                mean over this shard's labels.
         """
         check_tensor("logits_or_share", logits_or_share)
         if not isinstance(batch, ContextParallelBatch) or batch.owner is not self:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -221,7 +228,7 @@ class ContextParallel:
         Bytes sent: an `all_reduce` of each gradient, and of one integer per parameter, on each axis.
 
         Raises:
-            ValueError: the model's gradients are reduced already, by DDP or FSDP2.
+            ValueError: the model is under DDP, FSDP2 or tensor parallelism, which reduce gradients themselves.
         """
         in_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
         if in_ddp or any(compat.is_dtensor(p) for p in model.parameters()):

@@ -42,13 +42,13 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
         loss.backward()
 
     Tensors are [B, H, T, D] with this rank's tokens, or DTensors, `Shard(2)` on the method's axes and `Shard(1)` on
-    axes that divide heads (tp). `is_causal` refers to global positions; without it, every query sees all keys of its
-    document. It does not matter how the model imported the function. Autocast casts q, k and v as it does for the
-    function itself.
+    axes that divide heads (tp). `is_causal` refers to global positions; without it and without another mask, every
+    query sees all keys of its document. It does not matter how the model imported the function. Autocast casts q, k and
+    v as it does for the function itself.
 
     `backward` may run after both blocks (`with batch` and `sdpa_parallel`) have ended. If it recomputes activations,
-    call it inside of both: outside, and in `torch.autograd.grad`, non-reentrant checkpointing raises, but reentrant
-    checkpointing recomputes attention over the local shard without an error.
+    call it inside of both: outside, reentrant checkpointing recomputes attention over the local shard without an error.
+    Non-reentrant checkpointing raises there, and in `torch.autograd.grad`.
 
     Attention by other functions would see only the local shard, so it is an error where it can be detected. Ops named
     like attention (including flash-attn's) and `nn.MultiheadAttention` raise when they run. The end of the block raises
@@ -59,15 +59,17 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
     the window, they pass `is_causal` instead of a mask. A model prepared by `cp.prepare` may be called in the block.
 
     An `attn_mask` must cover the whole sequence, be the same for all heads, and only hide keys: bool, or 0 and -inf,
-    [N, N] or broadcastable to it. The host converts each tensor to an `AttentionMask` once, in N^2 steps; it is cheaper
-    to give `cp.shard` a `mask`.
+    [B, H, N, N] or broadcastable to it. The host converts each tensor to an `AttentionMask` once, in N^2 steps; it is
+    cheaper to give `cp.shard` a `mask`.
 
-    Bytes sent: as by the method.
+    Bytes sent: as by the method; and for each `attn_mask` tensor two integers to each rank.
 
     Raises:
-        ValueError: a call with an invalid `attn_mask`; with `attn_mask` beside `is_causal`, or beside documents or a
-            mask of the `sequence` block; with dropout; or with shapes that `attend` does not support. A model of
-            transformers, other attention that is not routed, or a block that ends without a routed call.
+        ValueError: `attend` is no method. A call with an invalid `attn_mask`; with `attn_mask` in a compiled graph,
+            beside `is_causal`, or beside documents or a mask of the `sequence` block; with an `is_causal` that
+            contradicts that mask; with dropout; on several ranks without a layout; with fewer key than query heads but
+            not `enable_gqa`; or with shapes that the layout or `attend` does not support. A model of transformers,
+            other attention that is not routed, or a block that ends without a routed call.
     """
     return SdpaParallel(attend)
 
@@ -185,7 +187,7 @@ class Routing(TorchFunctionMode):
         """Returns the mask of the call: the style's mask, else the `sequence` block's, else `attn_mask` or `is_causal`.
 
         Raises:
-            ValueError: two of these are given and contradict each other, or `attn_mask` in a compiled graph.
+            ValueError: two of these contradict each other; `attn_mask` beside another one, or in a compiled graph.
         """
         mask = context.mask if self.mask is None else with_documents(self.mask, context.documents)
         if context.mask not in (None, mask):

@@ -39,7 +39,7 @@ class SequenceContext:
         """Returns the layout over all ranks of a method, and marks the block as used.
 
         Args:
-            tokens: number of local tokens. On one rank, a layout of so many tokens is the default.
+            tokens: number of local tokens. On one rank, the default is a layout of this length.
             style_layout: layout of a `ContextParallelStyle` around the module; must equal the block's layout.
 
         Raises:
@@ -105,14 +105,14 @@ def sequence(
             one document.
         padded: True if each run of padding is a separate document, as in batches of `ContextParallel.shard`. If False,
             a model that is called with padding in its attention_mask raises.
-        mask: replaces the model's mask; a layer with a sliding window narrows it to the window. A mask with documents
-            needs no `documents`. Masks of slices or blocks cannot have documents: beside them, `documents` are the
-            boundaries at which position ids restart.
+        mask: replaces the model's mask; in models of transformers, a layer with a sliding window narrows it to the
+            window. A mask with documents needs no `documents`. Masks of slices or blocks cannot have documents: beside
+            them, `documents` are the boundaries at which position ids restart.
 
     Raises:
-        ValueError: boundaries that do not rise, or do not end at the layout's length; a mask that does not fit the
-            layout, or whose documents differ from `documents`; at the end of the block, if no attention inside asked
-            for the layout, because the model then attended within each shard.
+        ValueError: `layout` is no layout, or `mask` no mask; boundaries that do not rise, or do not end at the layout's
+            length; a mask that does not fit the layout, or whose documents differ from `documents`; at the end of the
+            block, if no attention inside asked for the layout, because the model then attended within each shard.
     """
     document_mask = AttentionMask(documents=documents)
     check_layout("layout", layout)

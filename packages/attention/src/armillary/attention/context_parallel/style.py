@@ -53,9 +53,10 @@ class ContextParallelStyle(ParallelStyle):
     Bytes sent: as by the method.
 
     Raises:
-        ValueError: `attend` is no method, or `layout` no layout. In `parallelize_module`: a mesh with other axes than
-            those of `attend`. In a call, besides the errors of `sdpa_parallel`: a layout or documents that differ from
-            the block's, and DTensors that are not `Shard(1)` on all axes of the mesh.
+        ValueError: `attend` is no method, `layout` no layout, or `mask` no mask. In `parallelize_module`: a mesh with
+            other axes than those of `attend`. In a call, besides errors as in `sdpa_parallel`: a layout, documents or a
+            mask that differ from the block's; DTensors that are not `Shard(1)` on all axes of the mesh; a module that
+            ends without a routed call.
     """
 
     def __init__(
