@@ -56,10 +56,10 @@ class RowGroups:
 def find_row_groups(method: Method) -> RowGroups:
     """Returns the groups of ranks that share a sequence. Every rank of the default process group must call it.
 
-    Bytes sent: two integers to each rank of the sequence, and a pickled list of them to every rank.
+    Bytes sent: a `gather_integers` of two integers, and the pickled ranks of the group to every rank.
 
     Raises:
-        ValueError: on every rank, if a rank is in no group or in two, or groups differ in size.
+        ValueError: on every rank, if a rank is in two groups, or groups differ in size.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return RowGroups(0, 1)
@@ -110,7 +110,8 @@ def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
 
     Raises:
         ValueError: the accelerator's number of processes is not the number of ranks; its process 0 would dispatch
-            batches to the others; its context or tensor parallelism is enabled; a rank is in no group or in two.
+            batches to the others; its context, sequence or tensor parallelism is enabled; a rank is in two groups, or
+            groups differ in size.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if accelerator.num_processes != ranks:
@@ -130,7 +131,7 @@ def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
 
 
 def check_parallelism(accelerator: Any) -> None:
-    """Raises ValueError if accelerate would shard sequences or models a second time."""
+    """Raises ValueError if accelerate's context, sequence (sp_size) or tensor parallelism is enabled."""
     config = accelerator.parallelism_config
     sizes = {name: getattr(config, name, 1) for name in ("cp_size", "sp_size", "tp_size")}
     if config is not None and any(size > 1 for size in sizes.values()):

@@ -44,7 +44,7 @@ class SharedRowsTrainer(Trainer):
             self.share_rows(self.cp)
 
     def share_rows(self, cp: ContextParallel) -> None:
-        """Makes the trainer's accelerator count groups of ranks that share a sequence."""
+        """Makes the trainer's accelerator treat each group of ranks that share a sequence as one process."""
         cp.padding_idx = padding_idx_of(self.model)
         self.cp, self.groups = cp, share_rows(self.accelerator, cp)
         # Trainer's constructor stored the accelerator's function before `share_rows` replaced it.
@@ -52,7 +52,7 @@ class SharedRowsTrainer(Trainer):
         self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
 
     def get_cp_size(self) -> int:
-        """Returns the number of ranks with the same rows, by which the trainer divides its count of labels."""
+        """Returns the number of ranks with the same rows. The trainer divides its counts of labels and rows by it."""
         return self.cp.ranks
 
 
@@ -75,8 +75,8 @@ class ContextParallelTrainer(SharedRowsTrainer):
     Padding (`attention_mask`), packed rows (position ids that restart, or cu_seq_lens) and labels mean the same as on
     one rank. The model's output at padding is meaningless.
 
-    Bytes sent, beside those of the model: fingerprints of each batch (88 bytes to each rank of the sequence), and an
-    all-reduce of one number in forward and in backward. `predict` gathers logits.
+    Bytes sent for each batch, beside those of the model: those of `shard_inputs` and of `ContextParallel.loss`.
+    `predict`, and `evaluate` with compute_metrics, gather the model's outputs.
 
     Attributes:
         takes_shards: set it to True on a class whose own `compute_loss` takes one rank's tokens with shifted labels,
@@ -85,10 +85,12 @@ class ContextParallelTrainer(SharedRowsTrainer):
         cp: the `ContextParallel` of the model's method.
 
     Raises:
-        ValueError: on every rank. In the constructor: a model with another attention implementation; a loss that cannot
-            be summed over shards (`compute_loss_func`, routers' auxiliary loss); NEFTune, Liger kernels, DeepSpeed,
-            FSDP1, DataParallel, accelerate's own context or tensor parallelism, dispatched or rebalanced batches. In a
-            step: different rows on the ranks of a sequence, inputs that are not per token, padding between tokens.
+        ValueError: on every rank. In the constructor: a model with another attention implementation, or without
+            num_items_in_batch among its arguments; a loss that cannot be summed over shards (`compute_loss_func`,
+            routers' auxiliary loss, a `compute_loss` of your own without `takes_shards`); a release of transformers or
+            TRL that computes losses differently; NEFTune, Liger kernels, torch_compile, DeepSpeed, FSDP1, DataParallel,
+            rebalanced batches; errors of `share_rows`. In a step: errors of `shard_inputs`. In `predict` and
+            `evaluate`: outputs to gather that are not [rows, tokens, ...].
     """
 
     takes_shards = False
@@ -110,12 +112,15 @@ class ContextParallelTrainer(SharedRowsTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Returns the loss of whole rows, whose gradient is that of this rank's share; outputs of local tokens."""
+        """Returns the loss of whole rows, and the outputs of local tokens.
+
+        The gradient on this rank is `cp.ranks` times that of its share of the loss, for DDP or FSDP2 to average.
+        """
         batch, shard = shard_inputs(self.cp, inputs)
         if num_items_in_batch is None:
             # The loss is then a mean over the labels of this batch. DDP averages over ranks, so the trainer's loss must
-            # be cp.ranks times this rank's share, (sum of its losses) / labelled. With average_tokens_across_devices,
-            # the trainer itself multiplies the loss by the number of all ranks, which the divisor cancels.
+            # be cp.ranks times this rank's share, (sum over its tokens) / labelled. With average_tokens_across_devices,
+            # the trainer itself multiplies the loss by the number of all ranks, which trainer_factor cancels.
             trainer_factor = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
             num_items_in_batch = torch.tensor(batch.labelled * trainer_factor / self.cp.ranks, device=batch.ids.device)
         with batch, _gathering_shards(self.accelerator):
@@ -174,7 +179,11 @@ def _gathering_shards(accelerator: Any) -> Generator[None]:
 
 
 def _gather_predictions(predictions: Any, cp: ContextParallel, shape: tuple[int, ...]) -> Any:
-    """Gathers predictions of shards, nested in tuples and dicts, in sequence order. `shape` is that of whole rows."""
+    """Gathers predictions of shards, nested in tuples and dicts, in sequence order.
+
+    Args:
+        shape: (B, N) of whole rows.
+    """
     if isinstance(predictions, (tuple, list)):
         return tuple(_gather_predictions(prediction, cp, shape) for prediction in predictions)
     if isinstance(predictions, dict):

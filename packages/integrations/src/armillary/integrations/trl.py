@@ -36,8 +36,8 @@ class ShardedForward:
     The gradient of each value is multiplied by the number of ranks that share a sequence, so that FSDP2's or DDP's
     average is the complete gradient.
 
-    Bytes sent in addition to the model's: a `segment_sum` of B N values for each output of `PER_TOKEN` in use, and
-    fingerprints of the rows (see `shard_inputs`).
+    Bytes sent in addition to the model's: one `segment_sum` of B N sequences, with a sum for each output of `PER_TOKEN`
+    in use, and fingerprints of the rows (see `shard_inputs`).
     """
 
     def __init__(self, model: Any, cp: ContextParallel) -> None:
@@ -143,12 +143,12 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
     with one rank for each group, and `per_device_train_batch_size` counts rows of a group. Every rank of a group
     generates the same completions, with transformers, from whole prompts. Rewards are those of the group's first rank.
 
-    Bytes sent in addition to the model's: see `ShardedForward`.
+    Bytes sent in addition to the model's: see `ShardedForward`; and the rewards.
 
     Raises:
         ValueError: on every rank. In the constructor: settings that are wrong or untested on shards, such as use_vllm;
-            a number of rows per generation, over all groups, that is not divisible by `num_generations`. In a step:
-            different rows on the ranks of a group.
+            a number of rows per generation or evaluation step, over all groups, that is not divisible by
+            `num_generations` or `num_generations_eval`. In a step: different rows on the ranks of a group.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -230,13 +230,13 @@ class ContextParallelDPOTrainer(_PolicyTrainer):
     Raises:
         ValueError: on every rank. In the constructor: settings that are wrong or untested on shards, such as
             precompute_ref_log_probs or an adapter without a ref_model. In a step: different rows on the ranks of a
-            group.
+            group, or an evaluation that returns logits (prediction_loss_only=False).
     """
 
     def _refusals(self, cp: ContextParallel) -> Generator[str]:
         yield from super()._refusals(cp)
         if self.ref_model is None:
-            yield "ref_model=None: TRL would call the model without its adapter, untested on shards; pass a ref_model"
+            yield "ref_model=None: TRL would call the model with another adapter or none, untested on shards; pass one"
 
     def compute_ref_log_probs(self, model: Any, inputs: Mapping[str, Any]) -> Any:
         if self.cp is None:  # called by TRL's constructor, which precomputes them

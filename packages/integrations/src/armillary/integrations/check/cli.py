@@ -83,8 +83,8 @@ def check(options: argparse.Namespace, progress: Callable[[str], object], worlds
     """Checks the model that the options name.
 
     Raises:
-        ValueError: the model cannot be found, shrunk or sharded.
-        RankFailed: a rank raised, died or hung.
+        ValueError: options that do not apply to the model; a model that cannot be found or shrunk.
+        RankFailed: a rank raised, for example because the model cannot be sharded, died or hung.
     """
     shared: dict[str, Any] = {
         "tokens": options.tokens,
@@ -111,7 +111,13 @@ def check_architecture(
 
     Args:
         source: folder, config.json or model type.
+        method: name of the attention method. By default "ring", "ulysses" or, with both axes, "usp".
+        ring, ulysses: ranks on the sequence axis and on the head axis; ring=4 if both are 1.
         options: options of `check_model`.
+
+    Raises:
+        ValueError: a model that cannot be found or shrunk; wrong options.
+        RankFailed: a rank raised, for example because the model cannot be sharded, died or hung.
     """
     # Imports transformers before ranks are started: they are forked, and need not import it again.
     from armillary.integrations.check.step import Architecture, on_shards, one_rank
@@ -138,7 +144,9 @@ def check_architecture(
 
 
 def document_boundaries(tokens: int) -> tuple[int, ...]:
-    """Returns boundaries at about 1/5, 1/2 and 5/6 of the sequence, inside of shards. One document has one token."""
+    """Returns boundaries at about 1/5, 1/2 and 5/6 of the sequence; of 64 tokens, inside of shards. One document has
+    one token.
+    """
     return tuple(sorted({0, tokens // 5 + 1, tokens // 2 + 3, tokens * 5 // 6, tokens * 5 // 6 + 1, tokens}))
 
 

@@ -82,6 +82,7 @@ def one_rank(architecture: Architecture) -> tuple[nn.Module, Any]:
 
 
 def one_rank_step(model: nn.Module, batch: CheckBatch) -> StepOutput:
+    """Runs one forward pass per document, and one backward pass from the mean loss over all labels."""
     ends = batch.documents or (0, batch.ids.shape[1])
     logits = torch.cat([_logits(model(batch.ids[:, a:b], **_cache_option(model))) for a, b in pairwise(ends)], 1)
     loss = F.cross_entropy(logits.flatten(0, 1), batch.shifted_labels.flatten())
@@ -90,7 +91,7 @@ def one_rank_step(model: nn.Module, batch: CheckBatch) -> StepOutput:
 
 
 def on_shards(architecture: Architecture) -> tuple[nn.Module, Any, Any]:
-    """Returns the model, its step and its reduction of gradients on the ranks of a mesh."""
+    """Returns the model, its step and the function that averages its gradients, on the ranks of a mesh."""
     ranks = mesh(ring=architecture.ring, ulysses=architecture.ulysses)
     attend = build_attention(architecture.method, ranks)
     cp = ContextParallel(attend, ranks)
@@ -101,6 +102,7 @@ def on_shards(architecture: Architecture) -> tuple[nn.Module, Any, Any]:
 def sharded_step(
     cp: ContextParallel, shard_index: int, is_causal_lm: bool, model: nn.Module, batch: CheckBatch
 ) -> StepOutput:
+    """Runs forward and backward on this rank's shard; the loss is that of the whole batch."""
     with cp.shard(batch.ids, batch.labels, documents=batch.documents) as shard:
         inputs = shard.inputs if is_causal_lm else {"input_ids": shard.ids, "position_ids": shard.position_ids}
         output = model(**inputs, **_cache_option(model))

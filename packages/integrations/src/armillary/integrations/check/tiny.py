@@ -76,8 +76,8 @@ def load_config(source: str) -> Any:
 def tiny_config(config: Any, tokens: int) -> Any:
     """Returns a small config of the same class for sequences of `tokens` tokens.
 
-    It has the first layer of each kind, another layer of the first kind, and the last layer. Windows and chunks are a
-    third of the sequence. Dropout is 0.
+    It has the first layer of each kind, another layer of the first kind, and the last layer if it is of another kind;
+    MAX_LAYERS at most. Windows and chunks are a third of the sequence. Dropout is 0.
 
     Raises:
         ValueError: the config class refuses the sizes.
@@ -105,7 +105,7 @@ def tiny_config(config: Any, tokens: int) -> Any:
 
 
 def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the numbers of heads, in the ratio of the config, the head dim and the width of the model."""
+    """Returns the numbers of heads, in the config's ratio (8 at most), the head dim and the width of the model."""
     heads = next((fields[name] for name in HEADS if isinstance(fields.get(name), int)), 4)
     key_heads = next((fields[name] for name in KEY_HEADS if isinstance(fields.get(name), int)), heads)
     group_size = min(max(heads // key_heads, 1), 8)

@@ -46,7 +46,7 @@ def check_processor(name: str, module: Any, plan: Plan) -> None:
 
 
 def check_modules(model: nn.Module) -> None:
-    """Raises ValueError for modules that draw random numbers, and for hooks that may decide by the local tokens."""
+    """Raises ValueError for dropout in training, diffusers' own parallelism, and hooks that may read local tokens."""
     if getattr(model, "_parallel_config", None) is not None:
         raise ValueError(
             f"{type(model).__name__} is under diffusers' enable_parallelism too, which shards it a second time; remove "
@@ -88,9 +88,9 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_equal_over_ranks(arguments: Mapping[str, Any], method: Method) -> None:
-    """Raises ValueError unless tensors and numbers are equal, to the bit, on all ranks of a method.
+    """Raises ValueError unless tensors, numbers and strings are equal, to the bit, on all ranks of a method.
 
-    Bytes sent: two integers for each value. Every rank of the method must call it.
+    Bytes sent: a `gather_integers` of two integers for each value. Every rank of the method must call it.
 
     Raises:
         ValueError: on every rank, with the names of arguments that differ.

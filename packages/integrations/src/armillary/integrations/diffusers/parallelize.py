@@ -64,19 +64,20 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
     FSDP2 and torch.compile after. The method chooses kernels: do not use diffusers' attention backends or its own
     context parallelism (`enable_parallelism`).
 
-    Bytes sent, beside those of the method: the output's `all_gather`, its gradient's `reduce_scatter`, and two integers
-    for each compared value.
+    Bytes sent, beside those of the method: the output's `all_gather`, its gradient's `reduce_scatter`, and a
+    `gather_integers` of two integers for each compared value.
 
     Args:
-        compare: True: ranks compare the arguments of every call, and their trained parameters at the first call. This
-            copies all of these tensors to the host.
+        compare: True: ranks compare the arguments of every call, and at the first call their trained parameters that
+            are no DTensors. This copies all of these tensors to the host.
 
     Raises:
         ValueError: a model of another class, or with attention of another kind (IP-Adapter); a model that is prepared
-            already. At a call: dropout; caches and other hooks of diffusers that read the tokens of one rank; a text
-            mask that hides tokens before visible ones; options for processors other than LoRA's scale; tensors that are
-            not whole; fewer image tokens than ranks; a processor or module that was replaced; arguments that differ
-            between ranks.
+            already. Then and at a call: dropout in training; diffusers' `enable_parallelism`; its caches and other
+            hooks that read the tokens of one rank. At a call: another attention backend of diffusers; a text mask that
+            hides tokens before visible ones, or has another length; options for processors other than LoRA's scale;
+            tensors that are not whole; fewer image tokens than ranks; a processor or module that was replaced;
+            arguments that differ between ranks; a block that runs outside of the model's forward.
     """
     plan, state = Plan.of(model), ForwardState(cp.method)
     check_model(model, plan)

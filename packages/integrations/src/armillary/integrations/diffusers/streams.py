@@ -95,7 +95,7 @@ class Streams:
         # Axis by axis, innermost first: ranks of the innermost axis have adjacent pieces, which become one piece of the
         # next axis.
         for axis in method_axes(self.method):
-            # `sizes` has consecutive groups of `axis.size` ranks; takes those of this rank's group.
+            # `sizes` has consecutive groups of `axis.size` pieces; takes the sizes of this rank's group.
             group_sizes = sizes[shard // axis.size * axis.size :][: axis.size]
             x = all_gather(x, axis, sizes=group_sizes, dim=dim % x.ndim)
             sizes = [sum(sizes[i : i + axis.size]) for i in range(0, len(sizes), axis.size)]
@@ -105,7 +105,7 @@ class Streams:
 
 @lru_cache(maxsize=256)
 def cut_streams(image: int, text: int, shards: int) -> dict[str, list[range]]:
-    """Returns the tokens of image and text on each rank. Text may be shorter than the number of ranks."""
+    """Returns each rank's tokens of image and text. A rank may have no text."""
     # The image is cut evenly, and each rank gets as much text as makes its total that of an even cut of all tokens.
     # Totals differ by at most one, and a head axis divides a sequence into the same sizes.
     image_pieces = cut(range(image), shards)
@@ -118,14 +118,14 @@ def cut_streams(image: int, text: int, shards: int) -> dict[str, list[range]]:
 
 @lru_cache(maxsize=256)
 def joint_layout(image: int, text: int, order: tuple[str, ...], shards: int) -> SequenceLayout:
-    """Returns the layout of image and text in one sequence, image first; each rank has its pieces in this order."""
+    """Returns the layout of a sequence of image, then text. Each rank has its pieces of them in `order`."""
     pieces, offsets = cut_streams(image, text, shards), {"image": 0, "text": image}
     runs = ([(offsets[stream], pieces[stream][shard]) for stream in order] for shard in range(shards))
     return SequenceLayout([[range(offset + run.start, offset + run.stop) for offset, run in shard] for shard in runs])
 
 
 def visible_text(mask: Tensor) -> list[int] | None:
-    """Returns the number of visible tokens in each row of a mask [B, N], where they must come first; None if all are.
+    """Returns the number of visible tokens in each row of a mask [B, N]; None if all tokens are visible.
 
     Raises:
         ValueError: hidden tokens before visible ones.

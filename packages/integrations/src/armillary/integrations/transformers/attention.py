@@ -37,10 +37,11 @@ from armillary.integrations.transformers.states import OPTION, has_sharded_state
 def prepare_transformers(model: Any, cp: ContextParallel) -> None:
     """Makes a model of transformers attend by the method of `cp`; `ContextParallel.prepare` calls it.
 
-    Other models are not affected. Sets `cp.padding_idx` to that of the model.
+    Other models are not affected. Sets `cp.padding_idx` to that of the model, and turns off the model's KV cache.
 
     Raises:
-        ValueError: as `register_transformers`.
+        ValueError: as `register_transformers` when a model selects the implementation; a model that counts position
+            ids by an unknown rule.
     """
     # Each method is registered under its own name, so that models with different methods can run side by side.
     name = f"armillary-{type(cp.method).__name__.lower()}-{id(cp.method):x}"
@@ -70,28 +71,32 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     striped layout.
 
     Documents of packed rows are those of `sequence(documents=...)`. If none are given there, they are read from
-    cu_seq_lens_q of the whole sequence, or else from position ids that restart at 0. With documents from `sequence`,
-    position ids may start anywhere and skip positions, as long as they rise within each document. Bidirectional models
-    and models with M-RoPE's position ids [3, B, T] take documents only from `sequence(documents=...)`; if none are
-    given, each row is one document, as in transformers.
+    cu_seq_lens_q of the whole sequence, or else from position ids that restart at 0 (or padding_idx + 1). With
+    documents from `sequence`, position ids may start anywhere and skip positions, as long as they rise within each
+    document. Bidirectional models and models with M-RoPE's position ids [3, B, T] take no documents from position ids;
+    if none are given otherwise, each row is one document, as in transformers.
 
     Run the model's forward inside `with sequence(...)`, or inside `with batch`, which is the same. Run backward inside
     it, too, if the whole model is one activation checkpoint.
 
-    Bytes sent in addition to the method's: a few integers to each rank for each new position_ids tensor (create the
-    tensor once, not in every step), the token types of models with images, and the states of `gated_delta_rule`, `ssd`
-    and `short_convolution`.
+    Bytes sent in addition to the method's: for each new position_ids tensor (create the tensor once, not in every step)
+    a few integers to each rank, or all of M-RoPE's ids; the token types of models with images; and the states of
+    `gated_delta_rule`, `ssd` and `short_convolution`.
 
     Raises:
         ImportError: transformers is not installed, or has no ALL_ATTENTION_FUNCTIONS or
             ALL_MASK_ATTENTION_FUNCTIONS.
         ValueError: when a model selects the implementation: its tokens see each other in other ways (Mamba-1, RWKV,
-            other linear attention, other convolutions), or it computes attention itself (Falcon, GPT-J, BLOOM). At a
-            call: cross-attention, a mask tensor that the model made, an attention_mask that hides tokens outside of
-            `with batch`, a filled KV cache, attention dropout, attention weights as output, position ids that do not
-            fit the layout or are below the model's first position (`padding_idx` + 1), a model that would count
-            positions itself, a pooler of the first token, labels without shift_labels and num_items_in_batch. Raised
-            on every rank, except for arguments that are wrong on one rank only.
+            other linear attention), or it computes attention itself (Falcon, GPT-J, BLOOM). At a call: modules that mix
+            tokens in other ways (convolutions, MobileBERT's `trigram_input`, ESM's `token_dropout`), a pooler of the
+            first token, a model that would count positions itself; cross-attention, a filled KV cache, attention
+            dropout, attention weights as output and other options that may change attention; several ranks without a
+            layout; an unknown mask function, a mask tensor that the model made, a layer whose window or causality
+            differs from its mask's, an attention_mask that hides tokens and was not given to `cp.shard`; position ids
+            that are missing, do not fit the layout or are below the model's first position (`padding_idx` + 1); labels
+            without shift_labels and num_items_in_batch, for a loss of the model's own or for one that does not predict
+            the next token; output_router_logits. Raised on every rank, except for arguments that are wrong on one rank
+            only.
     """
     check_method(attend)
     try:
@@ -127,7 +132,7 @@ class Implementation(ShardedImplementation):
         config: Any = None,
         **_: Any,
     ) -> ShardMask:
-        """A mask function of `transformers.masking_utils`: returns the mask of one kind of layer. Lengths are local."""
+        """Returns the mask of one kind of layer. A mask function of `transformers.masking_utils`; lengths are local."""
         if kv_length != q_length or int(q_offset) or kv_offset:
             raise ValueError(
                 f"{q_length} queries from {int(q_offset)} on, {kv_length} keys from {kv_offset} on: a sharded sequence "
@@ -232,7 +237,7 @@ def _position_ids(callers: list[Caller], shards: int) -> tuple[Tensor | None, bo
     """Returns (position ids in the callers' frames or None, True if the model would count positions itself).
 
     Some models pass position ids to the function that makes masks but not to their layers, and some to neither. A model
-    without input_ids and inputs_embeds, such as an image tower, counts no positions after its tokens are sharded.
+    without input_ids and inputs_embeds, such as an image tower, adds positions before its tokens are sharded.
 
     Raises:
         ValueError: the model takes tokens but no position ids (BART): it counts from the first token of each shard,

@@ -16,7 +16,7 @@ MAX_FRAMES = 12
 
 
 class Caller(NamedTuple):
-    """A running function: the name of its Python module, its variables and the names of its parameters."""
+    """A running function: its Python module's name, its local and global variables, its parameters' names."""
 
     module: str
     locals: dict[str, Any]

@@ -27,11 +27,12 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq
 def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[ContextParallelBatch, dict[str, Any]]:
     """Returns this rank's batch and its inputs to the model; labels only if the inputs have labels.
 
-    Bytes sent: 11 integers to each rank of the sequence. All of these ranks must call it.
+    Bytes sent: a `gather_integers` of 11 integers. Every rank of the sequence must call it.
 
     Raises:
-        ValueError: ranks have different rows; an input is a tensor that cannot be sharded; errors of
-            `ContextParallel.shard`.
+        ValueError: ranks have different rows; no input_ids; a tensor that is not in `TOKENS` or `PACKED`;
+            output_router_logits; cu_seq_lens_q with several rows; position_ids that are not [1 or B, N], or that
+            restart beside an attention_mask; errors of `ContextParallel.shard`.
     """
     # This check comes first: ranks with different rows would fail different checks, or hang in attention.
     check_same_rows(cp.method, inputs)
@@ -86,7 +87,7 @@ def _fingerprint(x: Any) -> tuple[int, int]:
     """Returns the size and a hash of a tensor of integers; (-1, 0) for None. Overflowing products wrap around."""
     if not isinstance(x, Tensor):
         return -1, 0
-    # Each position has another odd weight, so that rows in another order have another hash. The constant is 2**60
+    # Each element has another odd weight, so that rows in another order have another hash. The constant is 2**60
     # divided by the golden ratio (Fibonacci hashing).
     weights = torch.arange(1, x.numel() + 1, device=x.device) * 0x9E3779B97F4A7C1 | 1
     mixed = (x.flatten().long() + x.shape[-1]) * weights
@@ -94,9 +95,10 @@ def _fingerprint(x: Any) -> tuple[int, int]:
 
 
 def _next_labels(inputs: Mapping[str, Any]) -> Tensor:
-    """Returns the label of each token's successor, [B, N].
+    """Returns the label of the token after each token, [B, N]; -100 everywhere if the inputs have no labels.
 
-    As in transformers, the last token of a document predicts the first one of the next, unless its label is -100.
+    As in transformers, the last token of a document predicts the first token of the next one, unless the label of that
+    first token is -100.
     """
     labels, shifted = inputs.get("labels"), inputs.get("shift_labels")
     if labels is None:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def scale_by_position(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Returns queries [B, H, T, D] of such a layer scaled by their positions in the sequence [T]; others unchanged.
+    """Returns queries [B, H, T, D], in Llama 4's layers without RoPE scaled by their positions in the sequence [T].
 
     The layer has already scaled its queries by their positions in the shard, so this multiplies by the ratio of the two
-    scales.
+    scales. Queries of other layers are returned unchanged.
     """
     if not getattr(module, "attn_temperature_tuning", None) or getattr(module, "use_rope", True):
         return query
@@ -24,5 +24,5 @@ def scale_by_position(module: Any, query: Tensor, positions: Tensor) -> Tensor:
 
 
 def _scale(module: Any, positions: Tensor) -> Tensor:
-    """The scale of "Scalable-Softmax Is Superior for Attention" (arXiv 2501.19399), in Llama 4's steps of positions."""
+    """Returns Llama 4's scale [T], in steps of positions ("Scalable-Softmax Is Superior", arXiv 2501.19399)."""
     return torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0

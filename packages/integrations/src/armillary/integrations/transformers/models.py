@@ -1,5 +1,6 @@
-"""Checks of models of Hugging Face transformers: a model that cannot run on shards raises an error when it is built.
+"""Checks of models of Hugging Face transformers: a model that cannot run on shards raises an error.
 
+The class and the config are checked when the model selects our implementation, its modules at the first call.
 transformers has no hook for this. But a model that selects an attention implementation, when it is built or later,
 calls `get_correct_attn_implementation`. `wrap_models` wraps this method and the property `loss_function`, once.
 """
@@ -46,7 +47,7 @@ POSITION_MODULES = re.compile("Rotary|Position|Sinus")
 """Matches class names of modules that compute embeddings of positions."""
 
 POSITION_RULE = "create_position_ids_from_input_ids"
-"""Name of the function by which RoBERTa and related models number tokens: from padding_idx + 1, without padding."""
+"""Name of the function by which RoBERTa and related models number tokens: from padding_idx + 1, padding left out."""
 
 MARK = "armillary_checks_sharding"
 """Attribute of the wrapper, so that a second registration does not wrap it again."""
@@ -127,7 +128,8 @@ def check_layers(config: Any, name: str | None = None, *, accept_states: bool) -
 def check_modules(model: nn.Module, shards: int = 1) -> None:
     """Raises ValueError for modules that mix tokens other than by attention, whatever the config says.
 
-    Parts that select another implementation, such as the image tower, are not checked.
+    On several ranks also for modules that need the first token, other tokens' embeddings or global positions. Parts
+    that select another implementation, such as the image tower, are not checked.
     """
     state_layers = {name for name, module in sharded_modules(model) if shards_states(type(module))}
     for name, module in sharded_modules(model):

@@ -35,7 +35,7 @@ STATE_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
 
 
 class StateSequence(NamedTuple):
-    """A sharded sequence: its layout over the ranks of `axis`, and a mask with its documents or tree; None without."""
+    """A sharded sequence: its layout over the ranks of `axis`, and a mask of its documents or tree; None without."""
 
     layout: SequenceLayout
     axis: Axis
@@ -211,7 +211,7 @@ class StateHook:
         self.method_of, self.check_modules = method_of, check_modules
         self.checked_models: WeakSet[nn.Module] = WeakSet()
         self.checked_positions: Any = WeakTensorKeyDictionary()
-        """Position ids that do not restart -> (version, layout)."""
+        """Position ids that passed `_check_positions` -> (version, layout)."""
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A submodel has this hook too, and the hook of the outer model may have added the option already. On one rank,
@@ -233,12 +233,15 @@ class StateHook:
         return args, {**kwargs, OPTION: StateSequence(layout, sequence_axis(method), mask)}
 
     def _check_positions(self, method: Method, layout: SequenceLayout, position_ids: Tensor) -> None:
-        """Raises ValueError on every rank if position ids restart: only attention finds documents in position ids."""
+        """Raises ValueError on every rank unless position ids are those of one document that starts at 0.
+
+        Only attention finds documents in position ids.
+        """
         if self.checked_positions.get(position_ids) == (position_ids._version, layout):
             return
         expected = layout.positions(method.shard).to(position_ids.device)
-        restarts = not bool((position_ids.reshape(-1, len(expected)) == expected).all())
-        if any(flag for (flag,) in gather_integers([[int(restarts)]], method)):
+        differs = not bool((position_ids.reshape(-1, len(expected)) == expected).all())
+        if any(flag for (flag,) in gather_integers([[int(differs)]], method)):
             raise ValueError(
                 "position_ids are not those of one document from position 0 on, and layers with a state do not take "
                 "documents from them: give documents= to cp.shard or to `sequence`"
