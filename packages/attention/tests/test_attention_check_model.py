@@ -46,6 +46,13 @@ def test_check_names_planted_mistakes(worlds, fault):
     assert json.loads(json.dumps(report.to_dict()))["diagnoses"][0]["mistake"] == PLANTED[fault].name.lower()
 
 
+def test_three_wrong_ranks_are_run_on_six_too(worlds):
+    report = check_model(**check_arguments("averaged"), world_size=3, tokens=48, variants=[], limit=1e-9, worlds=worlds)
+    other = report.evidence.other_ranks
+    assert other is not None
+    assert other.run.ranks == 6  # half of three would be the reference itself
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
 def test_check_passes_right_models(worlds, dtype):
     report = check_model(

@@ -19,7 +19,7 @@ LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.
 """Maximum relative error of a tensor, by dtype. It is higher for a model that amplifies rounding: see `NOISE_FACTOR`.
 """
 NOISE_FACTOR = 4.0
-"""Maximum error, divided by the rounding error of one rank in the same dtype, if that allows more than `LIMITS`."""
+"""Errors up to this multiple of one rank's own rounding error are right too, if that is more than `LIMITS`."""
 SMALLEST_LOSS = 1e-300
 """Errors of a loss that is zero are relative to this number."""
 GRADIENT_FLOOR = 1e-3
@@ -28,7 +28,7 @@ GRADIENT_FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class TensorError:
-    """Error of a tensor, relative to the norm of the tensor on one rank."""
+    """Error of a tensor, relative to the norm of the tensor on one rank (of a gradient: see `GRADIENT_FLOOR`)."""
 
     name: str
     error: float
@@ -272,8 +272,8 @@ def _median_factor(pairs: Sequence[tuple[Tensor, Tensor]], default: float) -> fl
 def _gradient_errors(
     records: Sequence[RankRecord], expected: RankRecord, limit_of: Callable[[str], float]
 ) -> tuple[tuple[GradientError, ...], tuple[str, ...]]:
-    """Returns (errors of the parameters' gradients, names of parameters without a gradient both on one rank and on
-    all).
+    """Returns (errors of the parameters' gradients, names of parameters that have none on one rank, and none or zeros
+    on all).
     """
     floor = gradient_floor(expected.gradients)
     errors, untrained = list[GradientError](), list[str]()

@@ -2,7 +2,7 @@
 
 Each mistake has a signature in the errors, and one rule that detects it. The docstring of a rule is the signature. If
 the measured numbers fit, the rule returns them as text, else None. Rules for gradients apply only if the logits are
-right, because wrong logits make every gradient wrong.
+right, because wrong logits make every gradient wrong. P is the number of ranks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Evidence:
         variants: recompute, compile and two micro-batches, by name.
         other_ranks: the plain run on another number of ranks.
         longer: the plain run on twice the tokens.
-        first_token_reaches: True if changing the first token changes logits on other ranks; None if not tried.
+        first_token_reaches: True if changing the first token changes logits on ranks without it; None if not tried.
     """
 
     plain: Comparison
@@ -271,7 +271,7 @@ def no_halo(evidence: Evidence) -> str | None:
 
 
 def local_attention(evidence: Evidence) -> str | None:
-    """Another first token changes nothing on other ranks."""
+    """Another first token changes no logits on ranks that do not have it."""
     activation = evidence.first_wrong.first_wrong_activation
     if evidence.first_token_reaches is not False or activation is None:
         return None
@@ -279,14 +279,15 @@ def local_attention(evidence: Evidence) -> str | None:
 
 
 def positions_restart(evidence: Evidence) -> str | None:
-    """The first wrong output is wrong at all tokens whose position is not their index in the shard."""
+    """The first wrong output is wrong at exactly the tokens whose position is not their index in the shard."""
     comparison = evidence.first_wrong
     activation = comparison.first_wrong_activation
     if activation is None or not comparison.shards:
         return None
     if not torch.equal(activation.wrong_tokens, moved_tokens(comparison.shards)):
         return None
-    return f"{activation.name} is right in the first shard and wrong at tokens {spans(activation.wrong_tokens)}"
+    tokens = spans(activation.wrong_tokens)
+    return f"{activation.name} is wrong at tokens {tokens}, whose positions are not their indices in the shard"
 
 
 def layers_share(evidence: Evidence) -> str | None:
@@ -337,7 +338,7 @@ FORWARD_RULES: Sequence[tuple[Mistake, Rule]] = (
 
 
 def _one_factor(evidence: Evidence, expected: float | None) -> str | None:
-    """All gradients are off by the factor `expected`; with None, by any one factor."""
+    """All gradients are off by the factor `expected`; None: by any factor, the same for all."""
     comparison = evidence.first_wrong
     factors = [x.factor for x in comparison.gradients]
     if not factors or not comparison.wrong_gradients or factors[0] is None:
@@ -389,6 +390,6 @@ def spans(tokens: Tensor) -> str:
 
 
 def list_names(names: Sequence[str], limit: int = 4) -> str:
-    """Returns the first names of a list and how many there are more."""
+    """Returns the first names of a list and the number of further ones."""
     hidden_count = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {hidden_count} more" if hidden_count > 0 else "")

@@ -38,7 +38,7 @@ LENGTH = 61  # odd, so that shards and documents are uneven
 
 @dataclass(frozen=True)
 class CheckedTensor:
-    """The error of one tensor under one mask and layout, relative to the norm of the oracle's tensor."""
+    """The error of one tensor under one mask and layout, relative to the norm of the reference's tensor."""
 
     mask: str
     layout: str
@@ -90,7 +90,8 @@ def check_method(
     shard, and compares the joined shards with float64 attention on one device, under a random gradient of out.
 
     Args:
-        masks: masks by name. The default has a full and a causal mask, a window and packed documents of 61 tokens.
+        masks: masks by name. The default has a full and a causal mask, a window, and documents that end at 61: for
+            another `length`, give other masks.
         layouts: kinds that `attend.layout` takes.
 
     Raises:

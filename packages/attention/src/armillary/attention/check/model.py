@@ -54,7 +54,7 @@ def check_model(
     """Runs one training step on one rank and on `world_size` gloo ranks, and compares loss, logits and gradients.
 
     Functions must be importable (defined at the top level of a module, or a `functools.partial` of one): each rank is a
-    process. Random numbers are seeded before `build`.
+    process. Random numbers are seeded with `seed` before `build`. A batch is [rows, tokens].
 
     Args:
         build: returns the model, the same on every rank; without `step`, (model, step) or (model, step, reduce).
@@ -69,11 +69,13 @@ def check_model(
         vocabulary: token ids are below it.
         limit: largest relative error; by default it depends on the dtype and on the rounding errors of one rank.
         timeout: seconds for one run.
+        worlds: worlds whose ranks are used again; by default new ones.
         progress: called with a line about each run before it starts.
 
     Raises:
         ValueError: wrong arguments.
-        RankFailed: a rank raised, died or hung in a run without variants.
+        RankFailed: a rank raised, died or hung in a run without variants. If only a run that looks for the mistake
+            fails, on another number of ranks or tokens, it is left out.
     """
     _check_arguments(world_size, tokens, rows, documents, dtype, variants, vocabulary)
     start_time = time.monotonic()
@@ -162,14 +164,14 @@ class _OneRank:
 def _add_diagnostic_runs(
     evidence: Evidence, records: Sequence[RankRecord], one_rank: _OneRank, sharded: _Runner
 ) -> Evidence:
-    """Adds the runs by which `diagnose` tells mistakes apart: on other ranks, on more tokens, with another first token.
+    """Adds runs by which `diagnose` tells mistakes apart: another number of ranks, more tokens, another first token.
 
     Args:
         records: each rank's record of the plain run.
     """
     run = evidence.plain.run
-    # Half the ranks, or four instead of two: one rank is the reference.
-    other = replace(run, ranks=run.ranks // 2 if run.ranks > 2 else 2 * run.ranks)
+    # Half the ranks, or twice as many if half were one: one rank is the reference.
+    other = replace(run, ranks=run.ranks // 2 if run.ranks > 3 else 2 * run.ranks)
     longer = replace(run, tokens=2 * run.tokens)
     changed = replace(run, changed_token=True)
     comparisons = list[Comparison | None]()

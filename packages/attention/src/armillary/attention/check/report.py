@@ -62,7 +62,7 @@ class ModelReport:
         rows = [("run", "loss", "logits", "gradients", "worst gradient")]
         rows += [_row(name, comparison) for name, comparison in self.evidence.comparisons.items()]
         run = self.evidence.plain.run
-        limit = max(x.limit for x in self.evidence.plain.tensors)
+        limit = min(x.limit for x in self.evidence.plain.tensors)  # higher for tensors that rounding affects more
         lines = [self.title] if self.title else []
         lines += [
             f"{run.ranks} ranks against one: {run.rows} x {run.tokens} tokens, {str(run.dtype)[6:]}.",

@@ -46,14 +46,15 @@ def completion_labels(
 
     Args:
         ids: [B, N], whole rows.
-        mask: `AttentionMask.tree`, or `rows` of them.
+        mask: `AttentionMask.tree`, or `rows` of them. A document is a tree of one segment.
         layout: layout of the sequence over all ranks of the method; one shard by default.
         shard: this rank's shard of the layout.
         trained: for each row one boolean per segment, True if the segment's tokens are labels. By default True for all
             segments except roots.
 
     Raises:
-        ValueError: a mask that is no tree, or with another number of rows; a layout of another length.
+        ValueError: ids that are not [B, N]; a mask without `segments`, or with another number of rows; a layout of
+            another length; `trained` with another number of segments.
     """
     check_tensor("ids", ids)
     if ids.ndim != 2:

@@ -66,7 +66,8 @@ def dpo_loss(
     Bytes sent: those of `segment_sum` of S sequences with 3 sums, and one more for each of `statistics`.
 
     Raises:
-        ValueError: tensors whose shapes do not match; an empty `pairs`.
+        ValueError: tensors whose shapes do not match; `pairs` that are empty or no integers.
+        IndexError: a sequence beyond the last of `pairs`; see `segment_sum`.
     """
     if pairs.ndim != 2 or pairs.shape[1] != 2 or not len(pairs) or pairs.is_floating_point():
         raise ValueError(
@@ -147,7 +148,8 @@ def grpo_loss(
     Bytes sent: those of `segment_sum` of S sequences with 4 sums, one more with beta, and one for each of `statistics`.
 
     Raises:
-        ValueError: tensors whose shapes do not match; beta without reference_logprobs.
+        ValueError: tensors whose shapes do not match; integer advantages; beta without reference_logprobs; `normalize`
+            of another kind, or not above 0.
     """
     if beta and reference_logprobs is None:
         raise ValueError(f"beta={beta} needs reference_logprobs")
@@ -194,9 +196,9 @@ def policy_gradient_loss(
     gradients: Reduction = "summed",
     statistics: Mapping[str, Tensor] | None = None,
 ) -> SequenceLoss:
-    """Returns the loss of REINFORCE, whose gradient is that of the policy's expected advantage: per token -A log pi.
+    """Returns the loss of REINFORCE, whose gradient is minus that of the expected advantage: per token -A log pi.
 
-    Arguments as in `grpo_loss`. By default the mean over sequences of the sum over their tokens.
+    Arguments and errors as in `grpo_loss`. By default the mean over sequences of the sum over their tokens.
 
     Bytes sent: those of `segment_sum` of S sequences with 2 sums, and one for each of `statistics`.
     """
@@ -235,7 +237,11 @@ def _columns(sequences: Tensor, trained: Tensor, **values: Tensor) -> Tensor:
 
 
 def _normalize(sums: Tensor, lengths: Tensor, normalize: Normalization) -> Tensor:
-    """Returns the loss, given each sequence's sum [S] of per-token losses and its number of tokens [S]."""
+    """Returns the loss, given each sequence's sum [S] of per-token losses and its number of tokens [S].
+
+    Raises:
+        ValueError: `normalize` is neither "sequence", "token" nor a number above 0.
+    """
     if normalize == "sequence":
         return (sums / lengths.clamp(min=1)).mean()
     if normalize == "token":

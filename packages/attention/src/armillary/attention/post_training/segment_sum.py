@@ -28,7 +28,7 @@ def segment_sum(
     """Returns the sum of the values of each sequence over all ranks: [count], with the same bits on every rank.
 
     The result is one tensor of which each rank has a copy. Every rank calls backward with the same upstream gradient;
-    the gradient of a value is that of its sequence, without communication.
+    the gradient of a value is that of its sequence (times a factor, see `gradients`), without communication.
 
     Args:
         values: floating-point [...] shaped as `sequences`, or [..., K] for K sums of each sequence, in one message.
@@ -43,8 +43,9 @@ def segment_sum(
     Bytes sent: 2 (R - 1) / R count K w for each axis of R ranks, with w = 4 (8 in float64); kind "all_reduce".
 
     Raises:
-        ValueError: shapes or dtypes that do not match. Raised before any communication.
-        IndexError: by torch, a sequence number of `count` or more.
+        ValueError: shapes or dtypes that do not match; a negative `count`; another `gradients`; a method whose axes are
+            unknown. Raised before any communication.
+        IndexError: a sequence number of `count` or more, on the CPU. On a GPU it is an assertion of torch's kernel.
     """
     check_tensor("values", values)
     check_tensor("sequences", sequences)
@@ -59,8 +60,8 @@ def segment_sum(
     if values.ndim > sequences.ndim + 1 or not values.is_floating_point():
         raise ValueError(f"values {tuple(values.shape)} {values.dtype}: floating-point [...] or [..., K] is accepted")
     reduced_axes = list(method_axes(axes)) if isinstance(axes, Method) else [Axis.of(axis) for axis in axes]
-    # Values of no sequence are added to row 0, which is dropped. Numbers out of range need no check here: index_put
-    # raises for them, and a check would wait for the GPU.
+    # Values of no sequence are added to row 0, which is dropped. Numbers out of range are left to index_put, because a
+    # check here would wait for the GPU.
     rows = (sequences.flatten().long() + 1).clamp(min=0)
     flat = values.reshape(len(rows), *values.shape[sequences.ndim :])
     sums = flat.new_zeros((count + 1, *flat.shape[1:]), dtype=accumulation_dtype(values.dtype))
