@@ -76,7 +76,8 @@ def project_dtensors(
         out [B, N, H, Dv], placed like x, and `Shard(2)` where heads are sharded.
 
     Raises:
-        ValueError: placements, meshes or shards do not fit. Raised before any communication.
+        ValueError: placements, meshes or shards do not fit, or x is local and sinks are a DTensor. Raised before any
+            communication.
     """
     if not isinstance(x, DTensor):
         raise ValueError("x is local and sinks are a DTensor; pass both as DTensors or both as local tensors")

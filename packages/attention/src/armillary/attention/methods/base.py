@@ -177,7 +177,8 @@ class Method(AttentionMethod):
             out [B, T, H, Dv].
 
         Raises:
-            ValueError: as `__call__`.
+            ValueError: as `__call__`; x that has not 3 dims; projections without a member of `Projections`; DTensor
+                parameters that do not fit x.
         """
         options = check_options(AttentionOptions(mask, layout, None, scale, softcap, kernel))
         check_hidden(x, projections, sinks)
@@ -199,6 +200,9 @@ class Method(AttentionMethod):
 
         To learn dims and dtypes it projects one head (of one token, if the projections can). Equal calls share one spec
         if the projections have a `cache_key`.
+
+        Raises:
+            ValueError: as `projected`; x is a DTensor.
         """
         options = check_options(AttentionOptions(**arguments))
         check_hidden(x, projections, sinks)
