@@ -73,7 +73,8 @@ class HeadProjections:
     def parts(self) -> ProjectionParts | None:
         """Returns the tensors from which an op rebuilds the projections.
 
-        None if it could not, because a projection is another module than a plain linear layer (LoRA, hooks).
+        None if it cannot: there is no projector, `norm` is given, key and value are one module, or a module is not a
+        plain linear layer or norm (LoRA, hooks).
         """
         modules = (self.query, self.key, self.value, self.query_norm, self.key_norm)
         plain_modules = all(module is None or plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm) for module in modules)
