@@ -87,8 +87,8 @@ def sequence_from_local(
         rows: names of mesh axes that shard the batch: the result is `Shard(0)` on these. All ranks have B rows.
 
     Raises:
-        ValueError: as in `distribute_sequence`; also if T is not the size of this rank's shard, or if an axis of `rows`
-            is not in the mesh or shards the sequence.
+        ValueError: as in `distribute_sequence`; also if T is not the size of this rank's shard, if an axis of `rows` is
+            not in the mesh or shards the sequence, or if there are `rows` and the tokens are on dim 0.
     """
     check_tensor("x", x)
     dim = check_dim("x", x, dim)

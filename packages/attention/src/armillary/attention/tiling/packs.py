@@ -1,7 +1,7 @@
 """Packs of small kernel calls: which calls are packed together, and the indices of their tokens.
 
-The calls of a pack become one: their tokens are copied into one tensor, one varlen kernel call computes them, and their
-results are merged at once. So a block with thousands of documents takes no more host time than one without documents.
+The calls of a pack become one: their tokens are copied into one tensor, one varlen kernel call computes them, and one
+merge adds their results. So a block with thousands of documents launches few kernels.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def short_convolution(
     Bytes sent: as `halo` with left = W - 1.
 
     Raises:
-        ValueError: shapes that do not match. Raised before any communication.
+        ValueError: shapes, layout, axis or documents that do not match. Raised before any communication.
     """
     check_tensor("x", x)
     if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2]:
