@@ -97,8 +97,6 @@ class RingReduce(Reduction):
         self.wait()
         rotation, schedule = self.rotation, self.rotation.steps[step]
         send = self._outgoing(schedule, partials)
-        # One buffer per rank is enough in `send` and `receive`: the owner is also the next rank only at the last step,
-        # when no sum travels on.
         # If all arrived sums go to one rank, their buffer itself is sent, and is still in use. If some go to one rank
         # and some to another, they are copied, and the buffer is free for the next sums.
         arrived_sums = self.passing_sums
@@ -106,6 +104,8 @@ class RingReduce(Reduction):
             compat.share_memory(flat.buffer, arrived_sums.buffer) for flat in send.values()
         )
         self.passing_sums = self.buffers.take(last_in_use=in_use)
+        # One buffer per rank is enough in `send` and `receive`: the owner of the shard is also the next rank only at
+        # the last step, at which no sum goes to the next rank.
         receive = {rotation.ahead(-1): self.passing_sums} if self.passing_sums else {}
         if schedule.returned_tokens.runs:
             sums = FlatBuffer.like(self.own_partials, schedule.returned_tokens.count)

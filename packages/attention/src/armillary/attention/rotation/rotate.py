@@ -97,8 +97,8 @@ class Rotation:
 
     Args:
         axis: mesh axis of the ring.
-        return_axis: the same axis with a second communicator, on which results return. On one communicator they would
-            wait behind the send of the shard.
+        return_axis: the same axis with a second communicator, on which results return. On one communicator the results
+            would wait behind the send of the shard.
         topology: the ring, in the direction that sends fewer tokens.
         grid: visible pairs of each (query shard, key shard).
     """
@@ -126,7 +126,8 @@ class Rotation:
         for step in self.steps:
             shard = RotatingShard(step.step, step.query_shard, step.key_shard, step.token_ranges, current)
             # 1. Start both transfers before anything is computed. At step 0 this rank's own tensors are copied into a
-            # buffer. Later the received buffer is forwarded, without a copy unless the next rank needs fewer tokens.
+            # buffer, unless it is one contiguous tensor. Later the received buffer is forwarded. If the next rank needs
+            # fewer tokens, these are copied.
             send_buffer = None
             if step.next_tokens.runs:
                 send_buffer = buffer.part(step.next_tokens) if buffer else FlatBuffer.of(current, step.next_tokens)
