@@ -98,6 +98,13 @@ def test_code_in_a_folder_is_not_executed(worlds, tmp_path, capsys):
     assert not ran.exists()
 
 
+def test_a_module_that_fails_at_import_exits_with_2(worlds, capsys, monkeypatch, tmp_path):
+    (tmp_path / "broken_step.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert outcome(worlds, "broken_step:build") == 2
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_user_defined_steps_are_checked(worlds, capsys, monkeypatch):
     monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
     assert outcome(worlds, "own_check:right", "--ranks", "2", "--json") == 0

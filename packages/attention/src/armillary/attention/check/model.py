@@ -65,7 +65,8 @@ def check_model(
         reduce: `reduce(model)` reduces gradients over ranks after the last micro-batch, if `step` and the model's own
             hooks (FSDP2, DDP) do not.
         reference: builds (model, step) for one rank, if it differs from `build` and `step`.
-        variants: any of "recompute" (activation checkpointing around each layer), "compile" and "two micro-batches".
+        variants: any of "recompute" (activation checkpointing around each layer), "compile" and "two micro-batches";
+            each is a further run, with `documents` if they are given.
         vocabulary: token ids are below it.
         limit: largest relative error; by default it depends on the dtype and on the rounding errors of one rank.
         timeout: seconds for one run.

@@ -151,10 +151,14 @@ def document_boundaries(tokens: int) -> tuple[int, ...]:
 
 
 def _import_function(name: str) -> Any:
-    """Returns the function named "module:function". The working directory is searched first."""
+    """Returns the function named "module:function". The working directory is searched first.
+
+    Raises:
+        ValueError: the module cannot be imported, or has no such function.
+    """
     module, _, function = name.partition(":")
     sys.path.insert(0, getcwd())
     try:
         return getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{name}: {error}") from error
+    except Exception as error:  # any error of the user's module; a traceback would exit with 1, as a wrong model does
+        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error

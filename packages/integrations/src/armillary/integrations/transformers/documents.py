@@ -35,10 +35,12 @@ class DocumentFinder:
             name: name of the layer, for error messages.
             tokens: tokens of this rank.
             position_ids: position ids of the layer, if it gets any.
-            documents: documents given to `sequence` or by cu_seq_lens; None if neither was given.
+            documents: documents of `sequence` or of cu_seq_lens_q; None if neither has any.
 
         Raises:
-            ValueError: on every rank: position ids do not fit the layout or the documents, or are missing but needed.
+            ValueError: on every rank: position ids do not fit the layout or the documents, are below the model's first
+                position, or are missing but needed. Without position ids, a wrong number of tokens raises on its own
+                rank only.
         """
         # Some models pass their layers no position ids, or M-RoPE's [3, B, T]. The mask function may have found
         # position ids [B, T] in the model's frame.
@@ -123,7 +125,11 @@ def check_first_position(name: str, position_ids: Tensor, first: int, method: Me
 def documents_of_boundaries(
     cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, layout: SequenceLayout
 ) -> Documents | None:
-    """Returns the documents whose boundaries in the whole sequence are cu_seq_lens, as in flash attention."""
+    """Returns the documents whose boundaries in the whole sequence are cu_seq_lens, as in flash attention.
+
+    Raises:
+        ValueError: the two tensors differ, do not rise from 0, or do not end at the layout's length.
+    """
     documents = AttentionMask(documents=cu_seq_lens_q).documents
     if cu_seq_lens_k is not None and AttentionMask(documents=cu_seq_lens_k).documents != documents:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: no cross-attention on a sharded sequence")
