@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from armillary.attention import ContextParallel, Method
 from armillary.attention.context_parallel.communication import gather_integers
@@ -174,7 +175,7 @@ def _prepare_data_loader(
 def _gather_for_metrics(accelerator: Any, groups: RowGroups, data: Any, use_gather_object: bool = False) -> Any:
     """Replaces `Accelerator.gather_for_metrics`: gathers over groups, without the rows that fill up the last batch."""
     recursively_apply: Any = import_module("accelerate.utils").recursively_apply
-    objects = use_gather_object or not _only_tensors(data)
+    objects = use_gather_object or not all(isinstance(x, Tensor) for x in pytree.tree_leaves(data))
     gathered = groups.gather_objects(data) if objects else recursively_apply(groups.gather, data)
     state = accelerator.gradient_state
     # The last batch of all groups has `remainder` rows; accelerate has repeated rows to fill it up.
@@ -187,10 +188,3 @@ def _gather_for_metrics(accelerator: Any, groups: RowGroups, data: Any, use_gath
         return x[: state.remainder]
 
     return recursively_apply(first_rows, gathered)
-
-
-def _only_tensors(data: Any) -> bool:
-    """Returns True if all leaves of nested dicts, lists and tuples are tensors."""
-    if isinstance(data, dict):
-        return all(map(_only_tensors, data.values()))
-    return all(map(_only_tensors, data)) if isinstance(data, (list, tuple)) else isinstance(data, Tensor)

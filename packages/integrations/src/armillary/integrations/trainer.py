@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from armillary.attention import ContextParallel
 from armillary.attention.call.validation import over_all_ranks
@@ -184,17 +185,17 @@ def _gather_predictions(predictions: Any, cp: ContextParallel, shape: tuple[int,
     Args:
         shape: (B, N) of whole rows.
     """
-    if isinstance(predictions, (tuple, list)):
-        return tuple(_gather_predictions(prediction, cp, shape) for prediction in predictions)
-    if isinstance(predictions, dict):
-        return {name: _gather_predictions(prediction, cp, shape) for name, prediction in predictions.items()}
     rows, length = shape
     layout = over_all_ranks(cp.method.layout(length), cp.method)
     tokens = layout.sizes[cp.method.shard]
-    if not isinstance(predictions, Tensor) or tuple(predictions.shape[:2]) != (rows, tokens):
-        output = tuple(predictions.shape) if isinstance(predictions, Tensor) else type(predictions).__name__
-        raise ValueError(
-            f"an output of the model, {output}, is not [{rows} rows, {tokens} tokens, ...], so it cannot be gathered "
-            "in sequence order: name it in ignore_keys, or set prediction_loss_only=True"
-        )
-    return gather_tokens(predictions, cp.method, layout)
+
+    def gather(x: Any) -> Tensor:
+        if not isinstance(x, Tensor) or tuple(x.shape[:2]) != (rows, tokens):
+            output = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(
+                f"an output of the model, {output}, is not [{rows} rows, {tokens} tokens, ...], so it cannot be "
+                "gathered in sequence order: name it in ignore_keys, or set prediction_loss_only=True"
+            )
+        return gather_tokens(x, cp.method, layout)
+
+    return pytree.tree_map(gather, predictions)

@@ -57,7 +57,7 @@ def complete_rows(
         _check_padding_hidden(ids, padding_idx, attention_mask)
     # Collators that pack several documents into a row give no boundaries: their position ids restart instead.
     if documents is None and position_ids is not None:
-        documents = _documents_of_positions(position_ids - first_position)
+        documents = documents_of_starts(position_ids[:, 1:] == first_position)
     mask = AttentionMask(documents=(0, length) if documents is None else documents)
     mask.check(length, length, row_count)
     # Each run of padding becomes a separate document: then no other token sees it, and no [N, N] mask is needed.
@@ -124,12 +124,14 @@ def _check_padding_hidden(ids: Tensor, padding_idx: int, attention_mask: Tensor 
         )
 
 
-def _documents_of_positions(position_ids: Tensor) -> list[list[int]] | list[int]:
-    """Returns the boundaries of documents that start wherever position ids [B or 1, N] are 0."""
-    length = position_ids.shape[1]
-    # A row's first document starts at 0 even if its position id there is not 0.
-    later_starts = [(row.nonzero().flatten() + 1).tolist() for row in (position_ids == 0).cpu()[:, 1:]]
-    boundaries = [[0, *starts, length] for starts in later_starts]
+def documents_of_starts(starts: Tensor) -> list[list[int]] | list[int]:
+    """Returns the boundaries of documents: a list for each row, or one list if there is one row.
+
+    Args:
+        starts: bool [B or 1, N - 1], True at i if a document starts at token i + 1. One always starts at token 0.
+    """
+    length = starts.shape[1] + 1
+    boundaries = [[0, *(row.nonzero().flatten() + 1).tolist(), length] for row in starts.cpu()]
     return boundaries if len(boundaries) > 1 else boundaries[0]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from armillary.attention import ContextParallel
 from armillary.attention.context_parallel.batch import ContextParallelBatch
 from armillary.attention.context_parallel.communication import gather_integers
-from armillary.attention.context_parallel.rows import IGNORED
+from armillary.attention.context_parallel.rows import IGNORED, documents_of_starts
 from armillary.attention.methods.base import Method
 
 TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
@@ -130,6 +130,4 @@ def _documents(inputs: Mapping[str, Any]) -> Tensor | list[int] | list[list[int]
             )
         return [0, length]
     # transformers begins a document wherever a position is not that of the previous token plus 1.
-    starts = [(row.nonzero().flatten() + 1).tolist() for row in (positions.diff(dim=1) != 1).cpu()]
-    boundaries = [[0, *row, length] for row in starts]
-    return boundaries if len(boundaries) > 1 else boundaries[0]
+    return documents_of_starts(positions.diff(dim=1) != 1)
