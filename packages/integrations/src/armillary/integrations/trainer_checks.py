@@ -65,8 +65,8 @@ def _loss_refusals(trainer: Any, mixin: type) -> Iterator[str]:
         )
     if trainer.compute_loss_func is not None:
         yield (
-            "compute_loss_func gets labels that it shifts, which a shard cannot: override compute_loss in a class with "
-            "takes_shards = True, where inputs have shift_labels"
+            "compute_loss_func shifts labels itself, and those of a shard are shifted: override compute_loss in "
+            "a class with takes_shards = True, where inputs have shift_labels"
         )
     if not trainer.model_accepts_loss_kwargs:
         yield f"{type(trainer.model).__name__} takes no num_items_in_batch: its loss is a mean over a shard's labels"

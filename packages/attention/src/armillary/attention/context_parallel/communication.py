@@ -82,7 +82,7 @@ def gather_integers(rows: Sequence[Sequence[int]], method: Method) -> list[list[
 def sum_over_axes(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     """Returns the sum of a tensor over all ranks of the axes, the same bits on each. Backward sums the gradient too.
 
-    Bytes sent: an `all_reduce` of x on each axis. Every rank must call `sum_over_axes`.
+    Bytes sent: an `all_reduce` of x on each axis, and in backward of its gradient. Every rank must call it.
     """
     device = x.device
     # One axis after another, so that all ranks add the same numbers in the same order.

@@ -1,7 +1,7 @@
 """Losses of post-training: DPO (arXiv 2305.18290), GRPO (arXiv 2402.03300) and policy gradient.
 
 Each rank passes the log-probabilities of its labels, and for each label the index of its sequence. One all-reduce per
-loss sums the tokens of each sequence over ranks, so loss and metrics are equal on all ranks, and on any mesh.
+loss and axis sums the values of each sequence over ranks, so loss and metrics are equal on all ranks.
 
 Letters: M labels on this rank, S sequences of all ranks.
 """

@@ -112,7 +112,7 @@ PADDED_POSITIONS_HINT = "after cp.prepare(model), cp.shard(ids) has position ids
 def check_first_position(name: str, position_ids: Tensor, first: int, method: Method) -> None:
     """Raises ValueError on every rank if position ids are below `first`, the model's lowest (RoBERTa: padding_idx + 1).
 
-    Every rank of the method must call it. Bytes sent: one integer to each other rank.
+    Every rank of the method must call it. Bytes sent: a `gather_integers` of one integer.
     """
     lowest = min(rank_lowest for (rank_lowest,) in gather_integers([[int(position_ids.min())]], method))
     if lowest < first:

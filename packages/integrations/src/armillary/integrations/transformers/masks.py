@@ -49,7 +49,10 @@ class Rule(NamedTuple):
 
     @property
     def window(self) -> Window | None:
-        """The window (left, right) of `other_keys`. A side is None if it is unbounded or causal; None if both are."""
+        """The window (left, right) of `other_keys`. A side is None if it is unbounded or causal.
+
+        The window is None if both sides are.
+        """
         low, high = self.other_keys or (0, 0)
         sides = (None if low <= -FAR else -low, None if high >= FAR or self.causal else high)
         return None if sides == (None, None) else sides
