@@ -142,8 +142,8 @@ def test_hybrids_are_simulated_on_a_rank_with_incoming_states():
     ("name", "ranks", "team"),
     [
         *(("ring", ranks, None) for ranks in (2, 8)),
-        *(("token_ring", ranks, None) for ranks in (2, 8)),
-        *(("wallfacer", ranks, team) for ranks, team in ((8, 2), (32, 4))),
+        *(("token_ring", ranks, None) for ranks in (2, 3, 8)),
+        *(("wallfacer", ranks, team) for ranks, team in ((4, 2), (8, 2), (32, 4))),  # 4: the peak is in the merge
         *(("all_gather", ranks, None) for ranks in (8,)),
         ("local", 1, None),
     ],
@@ -151,21 +151,21 @@ def test_hybrids_are_simulated_on_a_rank_with_incoming_states():
 def test_formula_of_each_method(name, ranks, team, heads):
     choice, x = AttentionChoice(name, team=team), sizes(*heads)
     plan = choice.method.sequence_plan(ranks)
-    messages = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
-    assert messages == pytest.approx(measured(choice, ranks, *heads), rel=0.04)
+    estimates = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
+    assert estimates == pytest.approx(measured(choice, ranks, *heads), rel=0.002)
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
-@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (8, 4), (16, 4)])
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (8, 2), (8, 4), (16, 4)])
 @pytest.mark.parametrize("name", ["ring+ring", "ring+token_ring"])
 def test_formula_of_a_ring_between_nodes(name, ranks, nodes, heads):
     """TokenRing's formula is for keys of its own node, of which the mask leaves more than of other nodes."""
     choice, x = AttentionChoice(name, nodes=nodes), sizes(*heads)
     plan = choice.method.sequence_plan(ranks)
-    messages = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
+    estimates = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
     actual = measured(choice, ranks, *heads)
-    limit = 1.08 if name == "ring+ring" else 1.31
-    assert all(0.95 * peak < formula < limit * peak for formula, peak in zip(messages, actual, strict=True))
+    lowest, highest = (0.998, 1.002) if name == "ring+ring" else (0.95, 1.31)
+    assert all(lowest * peak < formula < highest * peak for formula, peak in zip(estimates, actual, strict=True))
 
 
 TOKENS, DIM = 8192, 128
@@ -181,8 +181,8 @@ def test_packed_documents_need_at_most_the_memory_of_the_formula():
     choice = AttentionChoice("ring")
     actual = measured(choice, 8, 32, 8, ends)
     x, plan = sizes(32, 8), choice.method.sequence_plan(8)
-    messages = plan.forward_memory(x, 8), plan.backward_memory(x, 8)
-    assert all(0.7 * formula < peak < 1.03 * formula for peak, formula in zip(actual, messages, strict=True))
+    estimates = plan.forward_memory(x, 8), plan.backward_memory(x, 8)
+    assert all(0.7 * formula < peak < 1.03 * formula for peak, formula in zip(actual, estimates, strict=True))
 
 
 def measured(attention, ranks, heads, key_heads, documents=None):
@@ -222,11 +222,11 @@ POLICIES = [Checkpointing(), Checkpointing(tiled=True), LAYER, OUTPUT, replace(O
 @pytest.mark.parametrize(("name", "axes"), CHOICES)
 def test_breakdowns_add_up_and_memory_grows_with_length(name, axes):
     for model, checkpointing in product((LlamaConfig.llama3_8b(), GPT), POLICIES):
-        messages = [estimate(job(model, axes, name, 2**n, checkpointing)) for n in (13, 14, 17, 20, 24)]
-        for x in messages:
+        estimates = [estimate(job(model, axes, name, 2**n, checkpointing)) for n in (13, 14, 17, 20, 24)]
+        for x in estimates:
             assert x.device == sum(x.device_breakdown.values()) == max(x.moments.values())
             assert x.host == sum(x.host_breakdown.values())
-        assert all(a.device <= b.device and a.host <= b.host for a, b in pairwise(messages))
+        assert all(a.device <= b.device and a.host <= b.host for a, b in pairwise(estimates))
 
 
 @pytest.mark.parametrize("model", [LlamaConfig.llama3_8b(), LlamaConfig.qwen3_32b(), GPT], ids=["llama", "qwen", "gpt"])

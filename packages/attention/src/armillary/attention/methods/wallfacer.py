@@ -120,11 +120,12 @@ class WallFacer(Method):
         pending_q = pending_q or self._gather((q,), spec.layout)
         (ring_k, ring_v), (q_team,) = self._place_keys(k, v, spec), pending_q()
         # 3: R - 1 hops: partial out and lse of the team's queries over the keys of R teams, 1 / C of all keys.
-        _, partial_result = self.team_ring.forward(q_team, ring_k, ring_v, self._team_spec(spec))
-        del q_team, ring_k, ring_v
+        partial_out, partial_saved = self.team_ring.forward(q_team, ring_k, ring_v, self._team_spec(spec))
+        partial_lse = partial_saved.lse
+        # Freed before the reduce-scatter's buffers are allocated; `pending_q` and `partial_saved` refer to them too.
+        del pending_q, q_team, ring_k, ring_v, partial_saved
         # 4: reduce-scatter over the team, by log-sum-exp: the final out and lse of this rank's own queries.
-        sizes = self._sizes(spec.layout)
-        out, lse = start_merge_scatter(partial_result.out, partial_result.lse, self.team_axis, sizes).wait()
+        out, lse = start_merge_scatter(partial_out, partial_lse, self.team_axis, self._sizes(spec.layout)).wait()
         return out, Saved(q, k, v, out, lse)
 
     def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,9 +35,9 @@ class AllGatherPlan(SequencePlan):
             return kernel_forward(x)
         all_keys = 2 * ranks * x.k  # k and v of all ranks
         # The float32 sum of out, lse, and the second tile's out and lse for half of the queries. Beside them either
-        # the first tile's out, while it becomes float32, or the second's in float32 and four weights of its queries.
+        # the first tile's out, while it becomes float32, or the second's in float32 and a weight for each query in it.
         merge_bytes, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
-        return all_keys + merge_bytes + block + max(x.q, x.w * x.q / 2 + 2 * x.lse)
+        return all_keys + merge_bytes + block + max(x.q, (x.w * x.q + x.lse) / 2)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         """Peak of the second tile's kernel, or of the reduce-scatter of dk and dv."""

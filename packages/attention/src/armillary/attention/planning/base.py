@@ -78,6 +78,7 @@ class HeadPlan(MethodPlan):
 
         Args:
             work: the call, with layouts over the sequence axis.
+            inner: returns the plan of the method on the sequence axis, for a call with some of the heads.
         """
         raise self.missing("comm_plan")
 

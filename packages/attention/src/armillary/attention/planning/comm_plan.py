@@ -41,14 +41,15 @@ class Payload(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One exchange or collective on all ranks that take part. Rank r of the sequence axis and u of the head axis is
-    numbered r * U + u.
+    """One exchange or collective on all ranks that take part.
+
+    With R ranks on the sequence axis and U on the head axis, rank (r, u) has number r * U + u.
 
     Args:
         kind, axis: the ledger counts the bytes under this kind and axis.
         tensors: names of the tensors that are sent.
-        sends: the sends of at least 1 byte. In an all-gather over C ranks, each rank sends C - 1 blocks to its
-            neighbour, as one `Send`. An all-to-all, and our reduce-scatter, is one send to each peer.
+        sends: the sends of at least 1 byte. In an all-gather over C ranks, each rank sends the tokens of C - 1 ranks to
+            its neighbour, as one `Send`. An all-to-all, and our reduce-scatter, is one send to each peer.
     """
 
     kind: Kind
@@ -247,10 +248,10 @@ class AttentionShape:
 
         lse, dq, dk and dv are sent in the accumulation dtype, the others in the inputs' dtype.
         """
-        input_bytes = {"q": self.q, "out": self.out, "dout": self.out, "k": self.k, "v": self.v}
-        accumulated_bytes = {"lse": self.lse, "dq": self.q, "dk": self.k, "dv": self.v}
-        token_bytes = {name: count * self.e for name, count in input_bytes.items()}
-        token_bytes |= {name: count * self.a for name, count in accumulated_bytes.items()}
+        input_elements = {"q": self.q, "out": self.out, "dout": self.out, "k": self.k, "v": self.v}
+        accumulated_elements = {"lse": self.lse, "dq": self.q, "dk": self.k, "dv": self.v}
+        token_bytes = {name: count * self.e for name, count in input_elements.items()}
+        token_bytes |= {name: count * self.a for name, count in accumulated_elements.items()}
         return Payload(tensors, sum(token_bytes[name] for name in tensors))
 
     # -- bytes of an element -----------------------------------------------------------------------------------------
@@ -282,7 +283,7 @@ def all_gather(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
         tokens: number of tokens of each rank.
     """
 
-    # An all-gather is a ring of C ranks: in each of C - 1 steps, each rank forwards one block to its neighbour.
+    # An all-gather is a ring of C ranks: in each of C - 1 steps, each rank passes one rank's tokens to its neighbour.
     def sends() -> Iterator[Send]:
         for group in groups:
             padded_bytes = max(tokens[rank] for rank in group) * (len(group) - 1) * payload.size

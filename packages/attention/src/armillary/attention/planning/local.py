@@ -14,9 +14,9 @@ class LocalPlan(SequencePlan):
     """Plan of `Local`: one block, no communication."""
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
-        """Raises ValueError for several shards."""
+        """Returns a plan of one step. Raises ValueError for several shards."""
         if work.layout.shards > 1:
-            raise ValueError(f"the layout has {work.layout.shards} shards; local attention is of one")
+            raise ValueError(f"the layout has {work.layout.shards} shards; local attention needs 1")
         pairs = work.grid.pairs(0, 0, work.batch) * len(work.key_heads)
         attend = (Step(pairs=(pairs,), blocks=((0, 0),)),)
         return CommPlan(attend, attend)

@@ -6,9 +6,11 @@ backward also out, lse and dout. Each formula is the maximum over the moments at
 In the formulas x.q, x.k and x.lse are bytes of whole tensors (`Sizes`), so 2 * x.k is a pair of k and v, or of dk and
 dv. x.w widens bytes from the inputs' dtype to the accumulation dtype ("float32" in comments): it is 2 for bfloat16.
 
-Formulas hold for a causal mask and zigzag layouts, on rank 0. There the rank's own block is a causal square, and half
-of every other block is visible: half of the queries see all keys if keys rotate, all queries see half of the keys if
-queries rotate. Rings turn in the direction in which rank 0 sends only half of each shard on (`onward`).
+Formulas hold for 16-bit inputs, a causal mask and zigzag layouts, on rank 0. There the rank's own block is a causal
+square, and half of every other block is visible: half of the queries see all keys if keys rotate, all queries see half
+of the keys if queries rotate. Rings turn in the direction in which rank 0 sends only half of each shard on (`onward`).
+Partial results are merged by torch's ops (`merge_by_ops_`); the fused kernel on CUDA needs less. For float32 inputs,
+which are not widened, formulas are up to 50% too high and 20% too low.
 
 With documents, zigzag and contiguous layouts take at most 3% more. Striped layouts may take much more, because visible
 tokens are many ranges, which are packed. On 8 simulated ranks, Ring then takes up to 1.26 times as much in forward and
@@ -88,8 +90,9 @@ def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
     """Peak of a ring of R ranks in which keys rotate and partial results are merged in float32.
 
     Args:
-        onward: fraction of a shard's tokens that this rank sends on: 0.5 in zigzag rings, 1 in WallFacer's. Own keys
-            are copied to be sent. Of received keys, half is copied, but a whole shard is sent from its own memory.
+        onward: fraction of a shard's tokens that this rank sends on: 0.5 in zigzag rings, 1 in WallFacer's and in a
+            ring within a node whose keys are another node's. Own keys are copied to be sent. Of received keys, half is
+            copied, but a whole shard is sent from the buffer that received it.
     """
     if ranks == 1:
         return kernel_forward(x)
@@ -97,8 +100,8 @@ def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
     buffers = 2 * x.k * (1 if ranks == 2 else 2 + onward % 1)  # onward % 1: 0.5 stays, 1 becomes 0
     # Results of the second step: out in float32 and lse of all queries, and the kernel's for half of the queries.
     merge_bytes, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
-    # While both are merged: the kernel's out in float32, and four weights for each of its queries.
-    add_bytes = buffers + merge_bytes + block + x.w * x.q / 2 + 4 * x.lse / 2
+    # While both are merged: the kernel's out in float32, and a weight for each of its queries.
+    add_bytes = buffers + merge_bytes + block + (x.w * x.q + x.lse) / 2
     # Before: the first step's out, while it becomes float32.
     cast_bytes = buffers + merge_bytes + block + x.q
     # The first step: keys that arrive, own keys copied to be sent, and the kernel's results.
@@ -128,29 +131,31 @@ def rotate_keys_backward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
     return max(first, second, third)
 
 
-def rotate_queries_backward(x: Sizes, ranks: int, direct: bool) -> float:
+def rotate_queries_backward(x: Sizes, ranks: int, direct: bool, onward: float = 0.5) -> float:
     """Peak of a ring of R ranks in which q, out, dout and lse rotate; dk and dv are summed in float32 and stay.
 
     Args:
         direct: True if each partial result of dq returns directly to the owner of its queries (TokenRing); False if a
             sum of dq follows its queries around the ring (Ring).
+        onward: fraction of a shard's tokens that this rank sends on, copied as in `rotate_keys_forward`: 1 in a ring
+            within a node whose keys are another node's.
     """
     dq_sum, dkv_sums = x.w * x.q, 2 * x.w * x.k
     if ranks == 1:  # the kernel, or its dq and then dv while they become float32
         return max(kernel_backward(x), dq_sum + x.q + 2 * x.k, dq_sum + dkv_sums + x.k)
     block = kernel_backward(x, keys=0.5)
-    # The first step: queries that arrive, own queries of which half is copied to be sent, and the kernel.
-    first = (1 + 0.5) * x.rotating + kernel_backward(x)
+    # The first step: queries that arrive, own queries copied to be sent, and the kernel.
+    first = (1 + onward) * x.rotating + kernel_backward(x)
     # The second step: queries in use, queries that arrive and the copied half; dq of own queries; dk and dv of the
     # first step with the kernel, or the kernel's dq and half of dk and dv while dv of the first step becomes float32.
-    buffers = x.rotating * (1 if ranks == 2 else 2.5)
+    buffers = x.rotating * (1 if ranks == 2 else 2 + onward % 1)
     cast_bytes = x.q + 2 * x.k / 2 + dkv_sums + x.k
     second = buffers + dq_sum + max(2 * x.k + block, cast_bytes)
     if ranks == 2:
         return max(first, second)
     # From the third step on, dq also returns. Directly: a result for all visiting queries is sent, and one for half of
     # the own queries arrives. Around the ring: one sum is sent and one arrives.
-    buffers = x.rotating * (1 if ranks == 3 else 2.5)
+    buffers = x.rotating * (1 if ranks == 3 else 2 + onward % 1)
     return_bytes = dq_sum + dq_sum / 2 if direct else 2 * dq_sum
     third = buffers + dq_sum + dkv_sums + return_bytes + block
     return max(first, second, third)

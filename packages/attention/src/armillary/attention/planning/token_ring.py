@@ -27,17 +27,17 @@ class TokenRingPlan(SequencePlan):
         return CommPlan(forward, pass_queries_backward_steps(work, rings, direct_reduce_sends))
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
-        """Peak at the third step, when the first partial result that another rank returned is merged."""
+        """Peak at the second or third step, when the step's partial result is copied into the buffer to be sent."""
         if ranks == 1:
             return kernel_forward(x)
-        # Queries in use, and from four ranks on also queries that arrive. On two ranks there is no third step: -x.q,
-        # because the second step's out has been sent when the returned result is merged.
-        queries = -x.q if ranks == 2 else x.q * min(ranks - 2, 2)
-        # Partial results: this rank's own, the third step's, and a returned one for half of the tokens.
-        results = (1 + 1 + 0.5) * kernel_forward(x)
-        # float32 copies of this rank's own out and of the returned half, and temporary tensors of the merge.
-        merge_bytes = (1 + 0.5) * x.w * x.q + x.lse
-        return queries + results + merge_bytes
+        # Results: this rank's own, the step's and its copy, and a buffer that receives one for half of the tokens.
+        results = (1 + 1 + 1 + 0.5) * kernel_forward(x)
+        # Queries in use and, except at the last step, queries that arrive.
+        second = x.q * min(ranks - 1, 2)
+        # Before the third step, the first returned result was merged into this rank's own one, as a float32 copy.
+        own_copy = x.w * x.q if x.w > 1 else 0
+        third = x.q * min(ranks - 2, 2) + own_copy if ranks > 2 else 0
+        return results + max(second, third)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         return rotate_queries_backward(x, ranks, direct=True)

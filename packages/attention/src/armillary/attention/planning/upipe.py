@@ -44,7 +44,7 @@ class UPipePlan(HeadPlan):
         )
 
     def forward_memory(self, x: Sizes, inner: float) -> float:
-        """Received q, k and v of a stage, and the inner method."""
+        """Received q, k and v of a stage, and the inner method, without `prefetch`."""
         return x.q + 2 * x.k + inner
 
     def backward_memory(self, x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:

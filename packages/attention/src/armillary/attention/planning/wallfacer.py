@@ -28,7 +28,7 @@ from armillary.core import SequenceLayout
 
 @dataclass(frozen=True)
 class WallFacerPlan(SequencePlan):
-    """Plan of `WallFacer`.
+    """Plan of `WallFacer`, whose arguments are the fields.
 
     Raises:
         ValueError: an unknown `backward`.
@@ -43,7 +43,7 @@ class WallFacerPlan(SequencePlan):
         check_backward(self.backward)
 
     def teams(self, ranks: int) -> Teams:
-        """Raises ValueError if the square of `team` does not divide the ranks, or for an unknown placement."""
+        """Returns the teams. Raises ValueError if `team`^2 does not divide the ranks, or for an unknown placement."""
         return Teams(ranks, self.team, self.placement)
 
     def layout(
@@ -77,16 +77,16 @@ class WallFacerPlan(SequencePlan):
         )
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
-        """Peak in the ring of R = P / C^2 ranks, or in the merge of partial results, with the team's q, k and v."""
+        """Peak in the ring of R = P / C^2 ranks, with the team's q, k and v, or in the merge of partial results."""
         team = self.team  # C
         if team == 1:
             return rotate_keys_forward(x, ranks)
         team_sizes, gather_bytes = x.times(team), team * (x.q + 2 * x.k)
         ring = rotate_keys_forward(team_sizes, ranks // team**2, onward=1)
-        # Partial out and lse of the team's queries, sent and received; for own queries, two outs in float32 and the
-        # lse and weights of the merge.
-        merge_bytes = 2 * kernel_forward(team_sizes) + 2 * x.w * x.q + 5 * x.lse
-        return gather_bytes + max(ring, merge_bytes)
+        # Partial out and lse of the team's queries, sent and received, and a contiguous copy of lse; for own queries,
+        # two outs in float32, and the lse and weights of the merge.
+        merge_bytes = 2 * kernel_forward(team_sizes) + team_sizes.lse + 2 * x.w * x.q + 2 * x.lse
+        return max(gather_bytes + ring, merge_bytes)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         """Peak in the ring, with all gathered tensors of the team, or in the reduce-scatter of float32 gradients."""
