@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 import time
 from argparse import ArgumentParser
 from dataclasses import dataclass
@@ -46,9 +47,9 @@ PARTS = {
     "convergence": Part(
         "The same loss on every mesh",
         "benchmarks/equality.py --only curves --steps 25",
-        "A small LLaMA trains on Python's own text with every method on 4 ranks. No step's loss is further from one "
-        "rank's than rounding: some 1e-6 in float32, some 1e-15 in float64. Wrong gradients would part the curves "
-        "within a few steps; a wrong one in float32 alone could hide behind rounding, in float64 it cannot.",
+        "A small LLaMA trains on Python's own text with every method on 4 ranks. At every step its loss equals that of "
+        "one rank up to rounding: about 1e-6 in float32 and 1e-15 in float64. Wrong gradients would separate the "
+        "curves within a few steps. A small error could pass for rounding in float32, but not in float64.",
         "equality",
         ("mesh", "last loss, float32", "furthest, float32", "furthest, float64"),
         "equality.png",
@@ -56,8 +57,8 @@ PARTS = {
     "recall": Part(
         "Recall across ranks",
         "benchmarks/equality.py --only recall --meshes ring --steps 300",
-        "Rows of 16 tokens lie on 4 ranks: pairs of key and value, then a key, whose value was on another rank. "
-        "A model whose attention ends with its own shard cannot do better than chance.",
+        "Rows of 16 tokens are sharded over 4 ranks: pairs of a key and a value, then a key whose value is on another "
+        "rank. A model in which each rank attends only to its own shard cannot do better than chance.",
         "equality-recall",
         ("attention", "right answers", "last loss"),
         "recall.png",
@@ -66,8 +67,8 @@ PARTS = {
     "bytes": Part(
         "Bytes against the papers",
         "benchmarks/papers.py --only bytes",
-        "Bytes that one rank sends according to the papers, beside the count of a ledger on the methods that run here. "
-        "Where they differ by more than 5%, the table says why.",
+        "Bytes that one rank sends: the papers' figures, beside those that a ledger counts on our methods. If they "
+        "differ by more than 5%, the table has the reason.",
         "papers",
         ("paper's table", "what", "paper", "ours", "ratio", "why"),
         "",
@@ -75,10 +76,10 @@ PARTS = {
     "network": Part(
         "WallFacer against Ring, on 4 nodes of 4",
         "benchmarks/cluster --clusters emulated-4x4-card-per-rank --methods wallfacer --repeats 1",
-        "16 ranks in network namespaces of this machine, behind wires as slow as the description of a cluster says: a "
-        "port within the node and a network card for each rank, 2 MB/s each way. Results are held against one rank "
-        "before anything is timed. The planner's prediction stands beside; it knows two kernel calls' time and the "
-        "cluster's description, nothing else. It takes root, `ip` and `tc`, and is left out where they are missing.",
+        "16 ranks in network namespaces of this machine emulate a cluster: each rank has a port of 8 MB/s within its "
+        "node and a network card of 2 MB/s, in each direction. Results are compared with those of one rank before "
+        "anything is timed. The planner's predictions use only the time of two kernel calls and the cluster's "
+        "description. This part needs root, `ip` and `tc`, and is left out if they are missing.",
         "cluster-4x4-card-per-rank",
         ("shapes", "contender", "seconds", "over ring", "predicted over ring", "MB sent, mean"),
         "cluster.png",
@@ -86,9 +87,9 @@ PARTS = {
     "context": Part(
         "The longest sequence on 8 H100",
         "benchmarks/memory.py --only node",
-        "A training step of LLaMA-3-8B is simulated on tensors without numbers, and its live bytes counted, for longer "
-        "and longer sequences: parameters, gradients and AdamW sharded by FSDP2, checkpoints and optimizer on the "
-        "host. No GPU has run it yet; on the CPU, simulated bytes equal real ones.",
+        "Simulates a training step of LLaMA-3-8B on tensors without storage and counts live bytes, for longer and "
+        "longer sequences. FSDP2 shards parameters, gradients and AdamW's state; checkpoints and optimizer are on the "
+        "host. No such step has run on a GPU yet; on the CPU, simulated bytes equal real ones.",
         "memory-node",
         ("attention", "tokens, M", "device GiB", "of", "host TB a node", "full"),
         "context.png",
@@ -159,8 +160,9 @@ def page(measured: dict[str, Any]) -> str:
 $ uv run python benchmarks/laptop.py
 ```
 
-measures all of this anew, into `outputs/results`; it takes no GPU and no download but the packages'. With
-`--out docs/results` it wrote this page, in {minutes:.0f} minutes ({machine}).
+This command measures all results of this page again and writes them to `outputs/results`. It needs no GPU and
+downloads nothing except the packages. With `--out docs/results` it wrote this page, in {minutes:.0f} minutes
+({machine}).
 
 {"".join(sections).rstrip()}
 """
@@ -169,13 +171,14 @@ measures all of this anew, into `outputs/results`; it takes no GPU and no downlo
 def section(part: Part, result: dict[str, Any]) -> str:
     picture = f"![{part.title}]({part.picture})\n\n" if part.picture else ""
     notes = "".join(f"- {note}\n" for note in result["notes"])
+    text = textwrap.fill(f"{part.text} Takes {result['seconds']:.0f} seconds.", 128, break_on_hyphens=False)
     return f"""## {part.title}
 
 ```console
 $ uv run python {part.command}
 ```
 
-{part.text} {result["seconds"]:.0f} seconds.
+{text}
 
 {picture}{report.as_table(result["rows"])}
 

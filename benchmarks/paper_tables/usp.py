@@ -66,8 +66,8 @@ def attention_bytes() -> Table:
             "Ring, forward and backward",
             4.0,
             ring[1],
-            "dK and dV travel too, summed in float32: 2 + 2 + 4 units in place of 4, and queries where they are fewer "
-            "bytes (5 units and lse); 7 / 8 of them are sent",
+            "backward sends q, out, dout (3 units), lse, and dq in float32 (2 units), fewer bytes than k, v, dK and dV "
+            "(2 + 4): 7 / 8 of 2 + 5.02 units",
         ),
         Row(f"Ulysses, GQA of {GROUPS}, forward and backward", 4 / 8 + 4 / 8 / GROUPS, grouped_ulysses[1], STAYS),
         Row(
