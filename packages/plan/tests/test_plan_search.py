@@ -35,7 +35,7 @@ from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.search.command_line import RECIPES, command_line, trainer_config, write_choice
 from armillary.plan.search.fit_policy import fit_policy, largest
-from armillary.plan.search.report import as_dict, draw
+from armillary.plan.search.report import as_dict, draw, figures, policy_rows, stored_text
 from armillary.plan.search.search import SearchOptions, passes_of, search
 from armillary.plan.tune.command import TuneOptions
 from armillary.plan.tune.command import read_options as read_tune_options
@@ -350,6 +350,12 @@ def test_fitted_policies_store_as_many_checkpoints_as_fit():
     assert list(fit_policy(policy, 8, memory, Room(100, 100))) == [policy]
     assert list(fit_policy(Checkpointing(), 8, memory, room)) == [Checkpointing()]
     assert [largest(2, 9, lambda n, limit=limit: n <= limit) for limit in (1, 2, 5, 9, 12)] == [None, 2, 5, 9, 9]
+
+
+def test_the_first_choice_is_the_best_under_its_own_policy():
+    result = search(SearchOptions(tokens=1_000_000, attention=("ring",)))  # ZeRO stages 2 and 3 are equally fast
+    best = result.fitting[0]
+    assert [stored_text(best), *figures(best, best), "yes"] in list(policy_rows(result))
 
 
 def test_mfu_of_long_sequences_approaches_that_of_attention():

@@ -266,7 +266,6 @@ def published_bytes(shape: AttentionShape, attention: AttentionChoice) -> PhaseB
     The paper has formulas for some methods on the sequence axis, for full masks and equal shards.
     """
     method, ranks = attention.method, shape.layout.shards
-    # The paper counts full masks on the sequence axis, with equal shards on all ranks.
     if shape.mask != AttentionMask(causal=False) or ranks == 1 or shape.layout.length % ranks or method.head:
         return None
     paper_bytes = method.sequence_plan(ranks).published_bytes(shape)

@@ -67,7 +67,7 @@ class Checkpointing:
         chunk: number of tokens in a chunk of norms, projections and MLPs; by default chosen by
             `armillary.attention.call.token_chunks`.
         inputs: number of blocks that store their input, by default all. The other blocks recompute their input from the
-            previous block. `layers // n` stores about every n-th input.
+            previous block. The module `segments` chooses the blocks that store theirs.
         outputs: under "attention_output", only this number of last blocks store attention's output, by default all.
         on_device: with `offload`, the tensors of this number of last blocks stay on the device.
 

@@ -65,7 +65,7 @@ class Accelerator:
         return self.attention or forward, self.attention_backward or backward
 
     def is_persistent(self, kernel: str | None = None) -> bool:
-        """True if a kernel's forward occupies all multiprocessors. By default asks for the fastest that torch ships."""
+        """True if a kernel's forward occupies all multiprocessors. Default: the fastest that torch ships."""
         return (kernel or self.kernel) in PERSISTENT
 
     @property

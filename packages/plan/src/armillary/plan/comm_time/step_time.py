@@ -142,10 +142,11 @@ def sent_bytes(plan: CommPlan, ranks: int) -> SentBytes:
 def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     """Seconds of a job's training step, whose attention takes `passes` in each block.
 
-    While a block computes, FSDP2 gathers the parameters of the next block and reduces the gradients of the one before,
-    and checkpoints are copied to or from the host. The computation hides these transfers, except for the time in which
-    it already hides attention's exchanges. Two kinds of transfers are not hidden: copies of checkpoints from the host
-    without prefetch, and transfers of recomputed segments (the blocks from one kept input to the next).
+    While a block computes, FSDP2 gathers the parameters of the block that computes next and, in backward, reduces the
+    gradients of the block that computed last. Checkpoints are copied to or from the host. The computation hides these
+    transfers, except for the time in which it already hides attention's exchanges. Two kinds of transfers are not
+    hidden: copies of checkpoints from the host without prefetch, and transfers of recomputed segments (the blocks from
+    one kept input to the next).
 
     Raises:
         ValueError: the job's attention is not an `AttentionChoice`.
@@ -220,7 +221,7 @@ def exposed_seconds(transfers: BlockSeconds, computation: BlockSeconds) -> float
 def recomputed_products(step: StepSizes, sizes: StepSizes, blocks: Sequence[int], dense: float) -> float:
     """Seconds of matrix products that backward recomputes in the blocks of one mixer.
 
-    - Policy "none" recomputes the projections of staged methods, and chunked MLPs.
+    - Policy "none" recomputes the projections of staged methods and, with chunked MLPs, the part after attention.
     - Every other policy recomputes all products of a block. If the block does not keep its input, the input is
       recomputed too: by the part after attention of the previous block, once more.
 

@@ -46,7 +46,7 @@ class MemoryOptions:
     cluster: str = "8xh100"
     """8xh100, 16xh100, 8xa100-40, 8xa100-80, 8xh200, 8xl20, more nodes of these, or a TOML file."""
     tokens: Quantity = "1M"
-    """Sequence length: 5M, 128Ki, ... With --max-context, the length at which the search starts."""
+    """Sequence length: 5M, 128Ki, ... With --max-context, the length near which the search starts."""
     max_context: bool = False
     """Find the longest sequence that fits."""
     attention: str = "upipe"
@@ -58,10 +58,10 @@ class MemoryOptions:
     ring: CountOrNone = None
     """Ranks on the sequence axis; by default all ranks that shard and ulysses leave."""
     ulysses: CountOrNone = None
-    """Ranks on the head axis; by default all. For methods that also have a ring, the largest number of ranks in a node
-    that divides the key/value heads."""
+    """Ranks on the head axis; by default all ranks, for methods that also have a ring the largest number of ranks in a
+    node that divides the key/value heads, and 1 for methods without a head axis."""
     rows: Count = 1
-    """Sequences in the batch of each group of ranks that share them."""
+    """Sequences in the batch of each group of ring x ulysses ranks."""
     checkpointing: Checkpointing = field(
         default_factory=lambda: Checkpointing(policy="layer", offload=True, prefetch=False)
     )
@@ -145,7 +145,7 @@ def plan_memory(
         return replace(three, device=device, host=host)
 
     check_simulated(job_of(options, axes, length), cluster, room, "--tokens")
-    multiple = 1024 * cluster.ranks  # the search tries multiples of this length, which all ranks divide evenly
+    multiple = 1024 * cluster.ranks  # the search tries multiples of this length: every rank has equally many tokens
     try:
         fit = (
             longest_fit(simulate_length, predict_length, room, multiple, start=length) if options.max_context else None
@@ -199,6 +199,6 @@ def mesh_axes(options: MemoryOptions, model: Model, cluster: Cluster) -> dict[st
     if options.shard * ring * ulysses != cluster.ranks:
         raise ValueError(
             f"shard {options.shard} x ring {ring} x ulysses {ulysses} = {options.shard * ring * ulysses} ranks, but "
-            f"{cluster.name} are {cluster.ranks}"
+            f"{cluster.name} has {cluster.ranks}"
         )
     return {"shard": options.shard, "ring": ring, "ulysses": ulysses}

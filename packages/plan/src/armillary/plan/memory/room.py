@@ -72,7 +72,7 @@ class Room:
 def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
     """Returns advice for a step that does not fit: the number of accelerators that would suffice, by formulas.
 
-    Doubles the ring until the step fits. If the method has no ring, it is put inside of one.
+    Doubles the ring until the step fits. A method without a ring gets one, within its head axis if it has that.
     """
     attention = job.attention
     assert isinstance(attention, AttentionChoice)
@@ -87,7 +87,7 @@ def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
                 f"by formulas {cluster.ranks * factor:,} accelerators ({cluster.nodes * factor:,} nodes) would suffice "
                 f"with {attention}: {gib(usage.device)} GiB of a device and {gib(usage.host)} GiB of the host for each"
             )
-    return "by formulas no number of accelerators suffices: what does not shrink with their number is too much"
+    return "by formulas no number of accelerators suffices: the memory that does not depend on their number is too much"
 
 
 def check_simulated(job: Job, cluster: Cluster, room: Room, flag: str) -> None:
@@ -151,9 +151,10 @@ def longest_fit(simulate: Simulate, predict: Predict, room: Room, multiple: int,
 
 
 def longest_predicted(predict: Predict, room: Room, multiple: int, start: int, attempts: int = 8) -> int:
-    """Returns the length at which the room is full by prediction, found by the secant method.
+    """Returns the longest tried length that fits by prediction, or `multiple` if none does.
 
-    Memory is nearly linear in the length, so a few attempts suffice. Returns `multiple` if no tried length fits.
+    The secant method finds lengths that fill the room. Memory is nearly linear in the length, so a few attempts
+    suffice.
     """
     first = max(multiple, start // 2 // multiple * multiple)
     usages = {length: predict(length) for length in (first, 2 * first)}  # the first two points of the secant
@@ -166,7 +167,7 @@ def longest_predicted(predict: Predict, room: Room, multiple: int, start: int, a
 
 
 def _full_length(usages: Mapping[int, Usage], room: Room) -> int:
-    """Returns the length at which device or host is full, on the line through the two nearest lengths."""
+    """Returns the length at which device or host is full, on the line through the two lengths nearest to it."""
     a, b = sorted(usages, key=lambda length: abs(room.share(usages[length]) - 1))[:2]
     at_a, at_b = usages[a], usages[b]
     lengths: list[float] = []

@@ -31,7 +31,7 @@ def rows_of_store(path: Path, length: int, rows: int) -> Rows:
 
 
 def sample_rows(mean: int, length: int, rows: int) -> Rows:
-    """Returns rows of documents with lognormal lengths of mean `mean`. The last document of a row is cut at its end."""
+    """Returns rows of documents with lognormal lengths of mean `mean`. The end of a row cuts its last document."""
     rng, sampled_rows = np.random.default_rng(0), list[tuple[int, ...]]()
     for _ in range(rows):
         ends = [0]
@@ -44,7 +44,7 @@ def sample_rows(mean: int, length: int, rows: int) -> Rows:
 
 
 def mask_of(documents: Rows | None, batch: int) -> AttentionMask:
-    """Returns the mask of a replica's rows: causal, and within documents if there are any."""
+    """Returns the mask of the first `batch` rows: causal, and within documents if there are any."""
     if documents is None:
         return AttentionMask()
     return AttentionMask(documents=documents[0] if batch == 1 else documents[:batch])

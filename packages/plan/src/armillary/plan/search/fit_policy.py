@@ -20,7 +20,8 @@ POLICIES = (
     Checkpointing("attention_output", offload=True, prefetch=False),
     Checkpointing("layer", offload=True, prefetch=False),
 )
-"""Ordered from the fastest, which needs the most memory, to the slowest, which needs the least."""
+"""First without offload, then with offload and prefetch, then without prefetch. Each of these groups is ordered from
+the fastest policy, which needs the most memory, to the slowest."""
 
 
 def fit_policy(
@@ -28,10 +29,10 @@ def fit_policy(
 ) -> Iterator[Checkpointing]:
     """Yields the policy itself, then variants that store as many checkpoints as fit.
 
-    With `offload`, one variant keeps the checkpoints of the last blocks on the device, of as many blocks as fit. If
-    memory still does not suffice, two variants drop checkpoints: the first keeps all inputs and drops attention
-    outputs, the second drops inputs first. A dropped output costs a recomputation of attention. A dropped input costs
-    only one of the part after attention in the previous block.
+    With `offload`, one variant keeps the checkpoints of as many of the last blocks as fit on the device. If memory
+    still does not suffice, two variants drop checkpoints: the first keeps all inputs and drops attention outputs, the
+    second drops inputs first. A dropped output costs a recomputation of attention, a dropped input only one of the part
+    after attention in the previous block.
 
     Args:
         memory: estimates the memory of a step under a policy.
@@ -67,7 +68,8 @@ def _with_counts(
     Yields nothing if no number of outputs fits.
 
     Args:
-        all_inputs: True keeps all inputs; False chooses the outputs while as few inputs as they need are kept.
+        all_inputs: True keeps all inputs. False chooses the number of outputs with the number of inputs whose peak is
+            lowest (`best_input_count`).
     """
     on_device, has_outputs = policy.on_device, policy.policy == "attention_output"
 

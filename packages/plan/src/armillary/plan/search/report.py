@@ -17,7 +17,7 @@ from armillary.plan.memory.report import policy_text
 from armillary.plan.memory.room import more_devices
 from armillary.plan.presets import is_hybrid, model_size
 from armillary.plan.search.command_line import command_line
-from armillary.plan.search.search import NEEDED, Choice, SearchResult
+from armillary.plan.search.search import NEEDED, Choice, SearchResult, best_of
 
 FIGURES = tuple(map(Column, ("step (s)", "MFU (%)", "device (GiB)", "host (GiB)")))
 CHOICES = (
@@ -31,7 +31,7 @@ STATE_LAYOUTS = (
 )
 POLICIES = (Column("keeps", text=True), *FIGURES, Column("fits", text=True))
 DRAWN_SHARE = 0.002
-"""Parts shorter than this fraction of the slowest step are not drawn."""
+"""Parts of a step that are shorter than this fraction of the slowest drawn step are not drawn."""
 PARTS = (Column("part of a step", text=True), Column("share (%)"), Column("time (ms)"))
 
 
@@ -69,7 +69,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def show(result: SearchResult) -> None:
-    """Prints the best choices; of the first one also its time by part, its other policies, and the command to train it.
+    """Prints the best choices; of the first also its time by part, other policies, and the command that trains with it.
 
     If nothing fits, prints the choices that need the least memory, and the number of accelerators that would suffice.
     """
@@ -83,7 +83,7 @@ def show(result: SearchResult) -> None:
     first = best[0].time
     print_table(CHOICES, choice_rows(result, best))
     print("\nMFU: the model's FLOPs over the peak, for visible pairs under the mask and without recomputation")
-    print("\ntime of the first, by part\n")
+    print("\nthe first choice's time, by part\n")
     print_table(
         PARTS,
         (
@@ -92,7 +92,7 @@ def show(result: SearchResult) -> None:
             if seconds > 0
         ),
     )
-    print("\nits other checkpoint policies\n")
+    print("\nits mesh and method under each checkpoint policy\n")
     print_table(POLICIES, policy_rows(result))
     if is_hybrid(result.model):
         print("\nthe best with each layout\n")
@@ -141,15 +141,14 @@ def stored_text(choice: Choice) -> str:
 
 
 def policy_rows(result: SearchResult) -> Iterator[list[str]]:
-    """Yields a table row for the best variant of each policy, for the first choice's candidate; fitting ones first."""
-    # `result.policies` is sorted, so the first variant of a policy is its best.
-    shown = set[tuple[str, bool]]()
+    """Yields a table row for the best choice under each policy, of the first choice's candidate; fitting ones first."""
+    by_policy = dict[tuple[str, bool], list[Choice]]()
     for choice in result.policies:
-        kind = choice.job.checkpointing.policy, choice.job.checkpointing.offload
-        if kind not in shown:
-            shown.add(kind)
-            fits = "yes" if choice.fits else f"no: {result.room.comparison(choice.memory)}"
-            yield [stored_text(choice), *figures(choice, result.fitting[0]), fits]
+        by_policy.setdefault((choice.job.checkpointing.policy, choice.job.checkpointing.offload), []).append(choice)
+    for choices in by_policy.values():
+        choice = best_of(choices, result.room)
+        fits = "yes" if choice.fits else f"no: {result.room.comparison(choice.memory)}"
+        yield [stored_text(choice), *figures(choice, result.fitting[0]), fits]
 
 
 def layout_rows(result: SearchResult) -> Iterator[list[str]]:

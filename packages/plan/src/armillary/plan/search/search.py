@@ -218,7 +218,8 @@ def documents_of(options: SearchOptions, length: int) -> Rows | None:
 
 
 def tensor_parallel_degrees(model: Model, ranks_per_node: int) -> list[int]:
-    """Sizes of the axis `tp`: numbers that divide heads, key heads and the MLP's width.
+    """Sizes of the axis `tp`: numbers that divide query heads, key/value heads, a state's key heads and the MLP's
+    width.
 
     They also divide the ranks of a node, because tensor parallelism between nodes is slow.
     """

@@ -54,7 +54,7 @@ class TuneOptions(Source):
 
     @property
     def measured_run(self) -> Config:
-        """The run with defaults for the mesh, the method and the log: settings that measurements do not depend on."""
+        """The run with default shard, ring, ulysses, method and log, on which measurements do not depend."""
         parallel = self.run.parallel
         parallel = ParallelConfig(
             replicate=parallel.replicate, tp=parallel.tp, kernel=parallel.kernel, compiler=parallel.compiler

@@ -34,9 +34,9 @@ class Estimate:
 def estimate(job: Job) -> Estimate:
     """Estimates the result of `simulate(job)` by formulas, without tensors.
 
-    The formulas hold for causal masks, zigzag layouts, FlashAttention-2 (`SimulatedFlash`), and numbers of heads and
-    tokens that the ranks divide. Norms and activations are those of CUDA: RMSNorm saves only x for backward, and the
-    backward of silu is one kernel.
+    The formulas hold for 16 bits, causal masks, zigzag layouts, FlashAttention-2 (`SimulatedFlash`), and numbers of
+    heads and tokens that are multiples of the number of ranks. Norms and activations are those of CUDA: RMSNorm saves
+    only x for backward, and the backward of silu is one kernel.
 
     Raises:
         ValueError: the job's attention is not an `AttentionChoice`.
@@ -58,7 +58,8 @@ def estimate(job: Job) -> Estimate:
 def host_peaks(step: StepSizes) -> list[CategoryBytes]:
     """Host memory at the moments that may be its peak.
 
-    These are the last block's backward, the backward of recomputed segments, and the optimizer's step.
+    These are the last block's backward, the backward of the last block of each recomputed segment, and the optimizer's
+    step.
     """
     model, peaks = step.model, Peaks(step)
     # Bytes on this rank per parameter of the model, for each of: master weight, gradient, and AdamW's two moments.

@@ -60,6 +60,7 @@ class LiveBytes(TorchDispatchMode):
         self.ops = 0
         """Number of ops so far."""
         self._round_to = round_to
+        # Live storages by `storage_key`. The weak reference is kept, because its callback frees the allocation.
         self._storages: dict[int, tuple[Allocation, ref[UntypedStorage]]] = {}
         self._contexts = ExitStack()
 
@@ -96,7 +97,7 @@ class LiveBytes(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented  # DTensor dispatches again with its local tensors
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "prim":  # queries a fake tensor's device
+        if func.namespace == "prim":  # a query of a fake tensor's device, which allocates nothing
             return result
         self.ops += 1
         arguments = args, kwargs or {}
@@ -146,7 +147,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def tensors_in(x: Any) -> Iterator[Tensor]:
-    """Yields the tensors in an op's result or arguments, except those on the meta device."""
+    """Yields the tensors in an op's result or arguments, except those on the meta device, which have no memory."""
     if isinstance(x, Tensor):
         if torch_private.device(x).type != "meta":
             yield x
