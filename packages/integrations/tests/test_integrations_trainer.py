@@ -1,6 +1,7 @@
 """Hugging Face's Trainer on shards: logs, predictions, checkpoints and weights equal one rank's."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from armillary.attention import ContextParallel, Local, Ring, Ulysses
 from armillary.core.testing import mesh, relative_error
 from armillary.integrations import ContextParallelTrainer, register_transformers
 from armillary.integrations.testing import accelerated
+from armillary.integrations.trainer_checks import method_of
 from armillary.integrations.transformers.inputs import shard_inputs
 
 transformers = pytest.importorskip("transformers")
@@ -257,6 +259,18 @@ def test_unsupported_settings_are_refused_when_a_trainer_is_built(tmp_path, wron
             rows(2),
             **trainer_options,
         )
+
+
+def test_a_model_whose_parts_attend_by_different_methods_is_refused():
+    for name in ("armillary-text", "armillary-image"):
+        register_transformers(Local(), name)
+    parts = {"text": "armillary-text", "image": "armillary-image"}
+    configs = {name: SimpleNamespace(_attn_implementation=implementation) for name, implementation in parts.items()}
+    config = SimpleNamespace(sub_configs=parts, **configs)
+    with pytest.raises(ValueError, match="Local, Local"):
+        method_of(SimpleNamespace(config=config))
+    config.image = config.text
+    assert isinstance(method_of(SimpleNamespace(config=config)), Local)
 
 
 # -- padding ----------------------------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ class ContextParallelTrainer(SharedRowsTrainer):
             and divides a sum over tokens by `num_items_in_batch`. The `compute_loss` of transformers' Trainer and TRL's
             SFTTrainer do.
         cp: the `ContextParallel` of the model's method.
+        groups: the groups of ranks that read the same rows.
 
     Raises:
         ValueError: on every rank. In the constructor: a model with another attention implementation, or without

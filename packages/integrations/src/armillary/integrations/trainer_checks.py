@@ -27,7 +27,10 @@ def method_of(model: Any) -> Method:
     """
     config = getattr(model, "config", None)
     methods = [] if config is None else methods_of(config)
-    if len({id(method) for method in methods}) != 1:
+    if any(method is not methods[0] for method in methods):
+        names = ", ".join(type(method).__name__ for method in methods)
+        raise ValueError(f"parts of {type(model).__name__} attend by different methods, {names}: one is needed for all")
+    if not methods:
         implementation = getattr(config, "_attn_implementation", None)
         raise ValueError(
             f"{type(model).__name__} attends by {implementation!r}, which does not attend over shards: call "

@@ -145,6 +145,10 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
 
     Bytes sent in addition to the model's: see `ShardedForward`; and the rewards.
 
+    Attributes:
+        cp: the `ContextParallel` of the model's method.
+        groups: the groups of ranks that read the same rows.
+
     Raises:
         ValueError: on every rank. In the constructor: settings that are wrong or untested on shards, such as use_vllm;
             a number of rows per generation or evaluation step, over all groups, that is not divisible by
@@ -226,6 +230,10 @@ class ContextParallelDPOTrainer(_PolicyTrainer):
     with one rank for each group, and `per_device_train_batch_size` counts rows of a group.
 
     Bytes sent in addition to the model's: see `ShardedForward`.
+
+    Attributes:
+        cp: the `ContextParallel` of the model's method.
+        groups: the groups of ranks that read the same rows.
 
     Raises:
         ValueError: on every rank. In the constructor: settings that are wrong or untested on shards, such as

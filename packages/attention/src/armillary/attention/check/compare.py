@@ -28,7 +28,11 @@ GRADIENT_FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class TensorError:
-    """Error of a tensor, relative to the norm of the tensor on one rank (of a gradient: see `GRADIENT_FLOOR`)."""
+    """Error of a tensor, relative to the norm of the tensor on one rank (of a gradient: see `GRADIENT_FLOOR`).
+
+    Args:
+        limit: largest error that is right.
+    """
 
     name: str
     error: float

@@ -79,6 +79,7 @@ class CheckRun:
 
     Args:
         ranks: size of the world.
+        tokens, rows: a batch is [rows, tokens].
         variant: "plain", "recompute", "compile" or "two micro-batches".
         dtype: dtype of weights and activations; weights are first rounded to `weight_dtype`.
         perturbed: True changes weights by `ROUNDING`.
@@ -122,8 +123,9 @@ class RankRecord:
     """One rank's tensors of one run, detached, in the order of the forward pass.
 
     Args:
+        positions: [T], global positions of this rank's tokens; None if the step reports none.
         activations: for each module, fingerprints [B, T, FINGERPRINT] of its output.
-        gradients: for each parameter, the complete gradient.
+        gradients: for each parameter, the gradient on this rank; of a DTensor, the gathered one.
         input_gradient: gradient of the embeddings' output [B, T, E].
     """
 

@@ -32,6 +32,11 @@ class Streams:
         orders: the orders in which modules concatenate streams; see `Plan.attention`.
         text_mask: [B, text], True for visible text, False for padding.
 
+    Attributes:
+        image_sizes: number of the image's tokens on each rank.
+        local_pieces: this rank's tokens of each stream.
+        contexts: for each of `orders`, layout and documents of the streams as one sequence.
+
     Raises:
         ValueError: an image with fewer tokens than there are ranks; a mask of another length, or with holes.
     """
@@ -51,7 +56,7 @@ class Streams:
         self.contexts = {order: self._context(order, visible) for order in orders}
 
     def _context(self, order: tuple[str, ...], visible: list[int] | None) -> SequenceContext:
-        """Returns layout and documents of image and text as one sequence.
+        """Returns layout and documents of the streams in `order` as one sequence.
 
         Text has the last positions, so that its padding is one more document at the end, which no other token sees.
 
