@@ -129,3 +129,8 @@ def test_clipping_accepts_several_meshes_and_partial_gradients(worlds):
 def test_other_types_than_models_raise(value):
     with pytest.raises(ValueError, match="is not a model"):
         sum_gradients(value)
+
+
+def test_clipping_needs_a_gradient():
+    with pytest.raises(ValueError, match="Linear has a gradient"):
+        clip_gradients(nn.Linear(2, 2), 1.0)

@@ -59,8 +59,13 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
 
     Returns:
         The norm of all gradients over all ranks before scaling, a tensor without dims in a gradient's dtype.
+
+    Raises:
+        ValueError: no parameter has a gradient.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if not gradients:
+        raise ValueError(f"no parameter of {type(model).__name__} has a gradient; gradients are clipped after backward")
     norm = gradient_norm(gradients).to(gradients[0].dtype)
     # Each rank scales local tensors, those of `Partial` DTensors too: in-place ops on these are wrong in torch 2.11.
     on_device = defaultdict[torch.device, list[Tensor]](list)

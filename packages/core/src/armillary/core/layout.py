@@ -86,7 +86,7 @@ class SequenceLayout:
         shards = "; ".join(", ".join(map(span_text, spans)) for spans in self.spans_by_shard[:8])
         return f"SequenceLayout(length={self.length}, shards={self.shards}: {shards}{'; ...' * (self.shards > 8)})"
 
-    # -- constructors, which raise ValueError for fewer tokens than shards --------------------------------------------
+    # -- constructors, which raise ValueError if a shard would be empty -----------------------------------------------
 
     @classmethod
     def contiguous(cls, length: int, shards: int) -> SequenceLayout:
