@@ -1,4 +1,4 @@
-"""Compares an attention method (`check_method`) or a training step with any library (`check_model`) with one rank."""
+"""Compares an attention method (`check_method`), or a training step of any library (`check_model`), with one rank."""
 
 from armillary.attention.check.diagnose import Diagnosis, Mistake
 from armillary.attention.check.method import (

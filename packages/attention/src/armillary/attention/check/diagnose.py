@@ -225,7 +225,8 @@ def low_precision(evidence: Evidence) -> str | None:
     errors = [x.error for x in comparison.tensors]
     if not all(isfinite(x) for x in errors) or max(errors) > SMALL:
         return None
-    error, sizes = comparison.mean_error, list[str]()
+    error = comparison.mean_error
+    sizes = [f"mean error {error:.1e}"]
     # Errors of a few tokens, such as shard ends, shrink in the mean over more tokens. Rounding errors keep their order.
     if longer is not None:
         if not 0.3 < longer.mean_error / error < 3:
@@ -242,7 +243,7 @@ def low_precision(evidence: Evidence) -> str | None:
     size = error if first is None else first.error
     dtype = min(ROUNDINGS, key=lambda name: abs(log(size / ROUNDINGS[name])))
     harmless = "; harmless where training is in 16 bits" if dtype == "float32" else ""
-    return f"mean error {error:.1e}, {', '.join(sizes)}; rounding to {dtype} leaves {ROUNDINGS[dtype]:.0e}{harmless}"
+    return f"{', '.join(sizes)}; rounding to {dtype} leaves {ROUNDINGS[dtype]:.0e}{harmless}"
 
 
 def documents_leak(evidence: Evidence) -> str | None:
@@ -291,7 +292,7 @@ def positions_restart(evidence: Evidence) -> str | None:
 
 
 def layers_share(evidence: Evidence) -> str | None:
-    """Layers before the first wrong one are right, and that one is wrong from some token on."""
+    """Layers before the first wrong one are right, and that one is wrong from some token on where no shard starts."""
     comparison = evidence.first_wrong
     activation, first = comparison.first_wrong_activation, _first_beyond_window(comparison)
     layer = None if activation is None else _layer(activation.name)

@@ -141,6 +141,7 @@ class RankRecord:
 Step = Callable[[nn.Module, CheckBatch], StepOutput | Tensor]
 Reduce = Callable[[nn.Module], object]
 Training = tuple[nn.Module, Step] | tuple[nn.Module, Step, Reduce]
+"""(model, step) or (model, step, reduce), as in `check_model`."""
 Build = Callable[[], nn.Module | Training]
 
 

@@ -86,17 +86,18 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     Raises:
         ImportError: transformers is not installed, or has no ALL_ATTENTION_FUNCTIONS or
             ALL_MASK_ATTENTION_FUNCTIONS.
-        ValueError: when a model selects the implementation: its tokens see each other in other ways (Mamba-1, RWKV,
-            other linear attention), or it computes attention itself (Falcon, GPT-J, BLOOM). At a call: modules that mix
-            tokens in other ways (convolutions, MobileBERT's `trigram_input`, ESM's `token_dropout`), a pooler of the
-            first token, a model that would count positions itself; cross-attention, a filled KV cache, attention
-            dropout, attention weights as output and other options that may change attention; several ranks without a
-            layout; an unknown mask function, a mask tensor that the model made, a layer whose window or causality
-            differs from its mask's, an attention_mask that hides tokens and was not given to `cp.shard`; position ids
-            that are missing, do not fit the layout or are below the model's first position (`padding_idx` + 1); labels
-            without shift_labels and num_items_in_batch, for a loss of the model's own or for one that does not predict
-            the next token; output_router_logits. Raised on every rank, except for arguments that are wrong on one rank
-            only.
+        ValueError: `attend` is no method.
+            When a model selects the implementation: its tokens see each other in other ways (Mamba-1, RWKV, other
+            linear attention), or it computes attention itself (Falcon, GPT-J, BLOOM).
+            At a call, in the model: modules that mix tokens in other ways (convolutions, MobileBERT's `trigram_input`,
+            ESM's `token_dropout`), a pooler of the first token, positions that the model counts itself, an unknown mask
+            function, a mask tensor that the model made, a layer whose window or causality differs from its mask's.
+            At a call, in its arguments: cross-attention, a filled KV cache, attention dropout, attention weights as
+            output and other options that may change attention; several ranks without a layout; an attention_mask that
+            hides tokens and was not given to `cp.shard`; position ids that are missing, do not fit the layout or are
+            below the model's first position (`padding_idx` + 1); labels without shift_labels and num_items_in_batch, or
+            for a loss that the model computes itself or that does not predict the next token; output_router_logits.
+            Raised on every rank, except for arguments that are wrong on one rank only.
     """
     check_method(attend)
     try:
