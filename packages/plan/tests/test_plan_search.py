@@ -522,6 +522,13 @@ def test_without_a_fit_nothing_is_written(capsys, tmp_path):
             write(search(SearchOptions(model="llama3-70b", tokens="4M", attention=("ring",))), tmp_path / "best.toml")
 
 
+def test_accelerators_that_would_suffice_when_the_host_is_the_limit():
+    """All ZeRO stages need equally much of the host. Under stage 2 no number of accelerators suffices for 70B."""
+    result = search(SearchOptions(model="llama3-70b", tokens="10M", attention=("ring",)))
+    assert not result.fitting and result.choices[0].job.zero_stage == 3
+    assert "64 accelerators" in as_dict(result)["advice"]
+
+
 def test_examples_in_the_help_parse(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tuned.toml").write_text('recipe = "llama3_8b_128k"')

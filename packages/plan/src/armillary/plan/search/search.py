@@ -14,6 +14,7 @@ import torch
 from armillary.attention.kernels import default_margin
 from armillary.attention.kernels.choice import check_kernel_name
 from armillary.attention.planning.comm_plan import AttentionShape
+from armillary.attention.registry import names
 from armillary.core import SequenceLayout
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.parallel.fsdp import ZeroStage
@@ -156,11 +157,14 @@ def search(options: SearchOptions, progress: Callable[[int, int], None] = lambda
         progress: called with (candidates done, all candidates).
 
     Raises:
-        ValueError: an unknown name, or a length or number of rows that no candidate supports.
+        ValueError: an unknown name, documents of an invalid store or length, a sequence shorter than its shards, or
+            arguments that allow no mesh.
     """
     # 1. Resolve names.
     check_limits(options)
     check_kernel_name("--kernel", options.kernel)
+    if unknown := [name for name in options.attention if name not in names()]:
+        raise ValueError(f"--attention {unknown[0]}: no such method; known: {', '.join(names())}")
     cluster, length = cluster_of(options.cluster), amount(options, "tokens")
     model = model_of(options.model, length)
     room = Room.of(cluster, amount(options, "reserve"), amount(options, "host_reserve"))
@@ -178,7 +182,7 @@ def search(options: SearchOptions, progress: Callable[[int, int], None] = lambda
         all_candidates = [candidate for candidate in all_candidates if not candidate.attention.method.missing(*NEEDED)]
     if not all_candidates:
         raise ValueError(
-            f"no candidates: {options.rows} rows on {cluster.ranks} ranks, --attention "
+            f"no mesh of {cluster.ranks} ranks for --rows {options.rows}, --attention "
             f"{' '.join(options.attention) or 'not set'}"
         )
     # 3. Evaluate each candidate under all policies. The time of attention's passes does not depend on the policy.
@@ -338,12 +342,15 @@ def choices_of(
 def best_of(choices: list[Choice], room: Room) -> Choice:
     """Returns the fastest choice that fits; of several about equally fast ones (`TIE`), that with most free memory.
 
-    If none fits, returns the choice that needs the least memory.
+    If none fits, returns the choice that needs the least memory. Of choices that need the host alike, which is then the
+    fuller memory, returns the one that needs the least of the device.
     """
     fitting = [choice for choice in choices if choice.fits]
-    fastest = min((choice.time.seconds for choice in fitting), default=0.0)
+    if not fitting:
+        return min(choices, key=lambda choice: (room.share(choice.memory), choice.memory.device))
+    fastest = min(choice.time.seconds for choice in fitting)
     ties = [choice for choice in fitting if choice.time.seconds <= (1 + TIE) * fastest]
-    return min(ties or choices, key=lambda choice: room.share(choice.memory))
+    return min(ties, key=lambda choice: room.share(choice.memory))
 
 
 def duration(seconds: float) -> str:
