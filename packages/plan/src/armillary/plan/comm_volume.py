@@ -294,12 +294,8 @@ def show(options: BytesOptions, results: Sequence[MethodBytes]) -> None:
 
 def cells(result: MethodBytes) -> tuple[str, ...]:
     """Returns the cells of a table row. Method and ranks are shown for forward, in the first of a method's two rows."""
-    attention, mesh, counted, paper = (
-        result.candidate.attention,
-        result.candidate.mesh,
-        result.counted,
-        result.published,
-    )
+    attention, mesh = result.candidate.attention, result.candidate.mesh
+    counted, paper = result.counted, result.published
     title = f"{attention} ({mesh})" if min(mesh.ring, mesh.ulysses) > 1 else str(attention)
     names = (title, ", ".join(map(str, result.ranks))) if result.phase == "forward" else ("", "")
     figures = map(gib, (counted.p2p, counted.collective, counted.total, result.closed.total))

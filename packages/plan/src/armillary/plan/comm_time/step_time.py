@@ -146,7 +146,8 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     gradients of the block that computed last. Checkpoints are copied to or from the host. The computation hides these
     transfers, except for the time in which it already hides attention's exchanges. Two kinds of transfers are not
     hidden: copies of checkpoints from the host without prefetch, and transfers of recomputed segments (the blocks from
-    one kept input to the next).
+    one kept input to the next). Not counted: methods with a head axis send q, k, v and out once more in backward under
+    a checkpoint policy.
 
     Raises:
         ValueError: the job's attention is not an `AttentionChoice`.

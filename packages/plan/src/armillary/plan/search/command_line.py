@@ -30,7 +30,7 @@ RECIPES = {
 def trainer_config(result: SearchResult, choice: Choice) -> Config:
     """Returns the trainer's configuration for a choice.
 
-    Learning rate, steps and saving are those of the model's recipe, which continues from published weights.
+    Learning rate, steps and saving are those of the model's recipe (`RECIPES`).
     """
     recipe = recipe_config(RECIPES[result.options.model])
     return replace(

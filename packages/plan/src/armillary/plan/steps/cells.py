@@ -14,7 +14,7 @@ from armillary.attention.mask.blocks import rectangles
 from armillary.core import SequenceLayout
 
 MOST_CELLS = 64
-"""Maximum number of cells to a side of the square. With more than 32 shards, there are two for each shard."""
+"""Maximum number of cells to a side of the square, up to 32 shards. More shards have two cells each."""
 
 Cells2D = NDArray[np.bool_]
 """A boolean for each cell: [query cells, key cells]."""
@@ -44,13 +44,12 @@ class MaskCells:
             layout: layout over the sequence axis.
             ulysses: number of ranks on the head axis, which divide each shard among them outside of attention.
         """
-        chunks = (
-            2 * layout.shards
-        )  # of a zigzag layout. The number of cells is a multiple, so cells end where chunks end
+        # The number of cells is a multiple of a zigzag layout's number of chunks, so cells end where chunks end.
+        chunks = 2 * layout.shards
         count = min(layout.length, chunks * max(1, MOST_CELLS // chunks))
         edges = np.arange(count + 1) * layout.length // count
-        # A cell shows a position from its middle on. Of these positions, choose one whose shard has been chosen least
-        # often so far. The middle itself would be of the same shard in every cell, if the layout is striped.
+        # A cell shows one of the positions from its middle on, whose shard has been chosen least often so far. In a
+        # striped layout the middles of all cells may be of one shard.
         uses, chosen_positions, chosen_shards = np.zeros(layout.shards, np.int64), list[int](), list[int]()
         for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
             middle = (start + stop) // 2

@@ -64,7 +64,9 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Result for a candidate: the time of a pass (forward and backward of one block) on the slowest rank.
+    """Result for a candidate: the time of a pass on the slowest rank.
+
+    A pass is forward and backward of one block, or for a hybrid of one period of blocks.
 
     Args:
         seconds: median over passes; None if the candidate was not measured.

@@ -46,9 +46,8 @@ def all_candidates(options: TuneOptions, ranks: int) -> list[Candidate]:
         )
     model = model_config(config.model, VOCABULARY, config.data.sequence_length)
     heads = model.heads // parallel.tp
-    rows = config.data.global_batch_size // (
-        parallel.replicate * config.train.accumulation
-    )  # of a replica's micro-batch
+    # Rows of a micro-batch on one of the `replicate` groups of ranks.
+    rows = config.data.global_batch_size // (parallel.replicate * config.train.accumulation)
     # The run's own layout first, then others that may send less or balance the work better.
     layouts = tuple(dict.fromkeys((config.data.layout, *layouts_of(is_hybrid(model), config.data.documents))))
     relaid = is_hybrid(model) and parallel.tp == 1

@@ -106,10 +106,8 @@ class Tuner:
                     lambda: self.measure(options.measured_run, candidate, device, options.iterations), ranks
                 )
             else:
-                measurement, reason = (
-                    None,
-                    f"has killed the tuner {starts} times; to try again, remove it from {options.measurements}",
-                )
+                reason = f"has killed the tuner {starts} times; to try again, remove it from {options.measurements}"
+                measurement = None
             measurement = measurement or Measurement(candidate, reason=reason)
             # The candidate has a result now, so the number of its starts is no longer needed.
             attempts = {other: count for other, count in state.attempts.items() if other != name}

@@ -53,7 +53,7 @@ class Peaks:
         return CategoryBytes(parameters=weights, optimizer=2 * weights)
 
     def baseline(self, unreduced_blocks: int | None = None) -> CategoryBytes:
-        """Memory from the first block's forward to the last one's backward.
+        """Memory that exists from the forward of block 0 to its backward.
 
         It has the state, the root's parameters, ids, labels and positions (int64), and RoPE's cosines and sines
         [T, 1, D / 2]. Under ZeRO stage 1 with several micro-batches it also has all parameters and the gradients of
@@ -257,9 +257,8 @@ class Peaks:
             mlp = (2 if model.gated else 1) * block.tensor(model.inner) + weight_gradient + block.gathered
             return memory + self.stored_tensors([i]) + CategoryBytes(mlp=mlp)
         if block.checkpointing.policy == "none":
-            memory += self.stored_tensors([i]) + CategoryBytes(
-                gradients=block.x
-            )  # dx; checkpoint policies reuse dy for it
+            # gradients: dx, for which checkpoint policies reuse the memory of dy.
+            memory += self.stored_tensors([i]) + CategoryBytes(gradients=block.x)
         # The larger of: a chunk's tensors and, after the last chunk, all gradients in the compute dtype.
         chunk = max(self.mlp_chunk() + weight_gradient, block.e * model.after_attention)
         summed_gradients = block.summed_gradient * model.after_attention
