@@ -22,7 +22,8 @@ class ContextParallelBatch:
     """This rank's shard of a batch, and attention under the batch's mask and layout (`attend`).
 
     `ContextParallel.shard` returns it. As a context manager it opens a `sequence` block, for `sdpa_parallel` and models
-    of transformers, with the batch's layout and with the mask that `shard` was given, or else the documents.
+    of transformers, with the batch's layout and with the mask that `shard` was given, or else the documents. Entering a
+    batch again before it is left raises ValueError.
 
     Attributes:
         owner: the `ContextParallel` that sharded the batch.

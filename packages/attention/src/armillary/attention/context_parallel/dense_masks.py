@@ -79,7 +79,7 @@ def mask_of_tensor(attn_mask: Tensor, batch: int, length: int) -> AttentionMask:
     """Returns an `attn_mask` as an `AttentionMask` with the same visible pairs. Reads all N^2 values.
 
     Args:
-        attn_mask: mask of the whole sequence, not of this rank's tokens; any shape that broadcasts to [B, H, N, N].
+        attn_mask: mask of the whole sequence, not of this rank's tokens; 2 to 4 dims that broadcast to [B, H, N, N].
         batch: B.
         length: N.
 

@@ -53,7 +53,8 @@ def load_config(source: str) -> Any:
     """Returns the config of a local folder, of a config.json, or of a model type with its defaults; no code is run.
 
     Raises:
-        ValueError: no such folder or model type, or a model whose code is not part of transformers.
+        ValueError: no such folder or model type; a config that transformers cannot read; a model type without defaults;
+            a model whose code is not part of transformers.
     """
     import transformers
 
@@ -80,7 +81,7 @@ def tiny_config(config: Any, tokens: int) -> Any:
     MAX_LAYERS at most. Windows and chunks are a third of the sequence. Dropout is 0.
 
     Raises:
-        ValueError: the config class refuses the sizes.
+        ValueError: the config class cannot be built with the sizes.
     """
     fields: dict[str, Any] = config.to_dict()
     for name in ("quantization_config", "auto_map", "architectures", "transformers_version", "dtype", "torch_dtype"):

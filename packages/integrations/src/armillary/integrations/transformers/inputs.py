@@ -66,7 +66,10 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
 
 
 def check_same_rows(method: Method, inputs: Mapping[str, Any]) -> None:
-    """Raises ValueError on every rank, with the input and two shards, if ranks of a sequence have different batches."""
+    """Raises ValueError on every rank, with the input and two shards, if `TOKENS` differ between ranks of a sequence.
+
+    Bytes sent: a `gather_integers` of 11 integers.
+    """
     if method.shards == 1:
         return
     # One line of integers per rank: its shard, then (size, hash) of each input.
