@@ -146,8 +146,8 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     gradients of the block that computed last. Checkpoints are copied to or from the host. The computation hides these
     transfers, except for the time in which it already hides attention's exchanges. Two kinds of transfers are not
     hidden: copies of checkpoints from the host without prefetch, and transfers of recomputed segments (the blocks from
-    one kept input to the next). Not counted: methods with a head axis send q, k, v and out once more in backward under
-    a checkpoint policy.
+    one kept input to the next). Not counted: under a checkpoint policy Ulysses sends q, k, v and out once more in
+    backward.
 
     Raises:
         ValueError: the job's attention is not an `AttentionChoice`.
@@ -195,8 +195,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
 def step_bytes(job: Job, passes: Passes) -> list[int]:
     """Bytes that each rank sends in a step for attention, states and moves between layouts, recomputation included.
 
-    Does not count the q, k, v and out that methods with a head axis send once more in backward under a checkpoint
-    policy.
+    Does not count the q, k, v and out that Ulysses sends once more in backward under a checkpoint policy.
     """
     step, total = StepSizes.of(job), [0] * len(passes.sent_bytes[0])
 
