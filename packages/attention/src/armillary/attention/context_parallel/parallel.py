@@ -128,9 +128,10 @@ class ContextParallel:
             ValueError: tensors whose shapes differ from that of `ids`; documents that do not end at N, or differ from
                 those of `mask`; a layout of another length or number of shards; `labelled` below 1; both labels and
                 shift_labels; a mask that cannot have documents (a tree, slices, blocks, a mask per row) beside padding,
-                or without position_ids or shift_labels; an attention_mask with values other than 0 and 1, with zeros
-                between tokens of a document, or before them if position_ids are missing; shift_labels of padding
-                other than -100; visible ids equal to padding_idx if position_ids are missing.
+                or without position_ids or shift_labels; image spans or a prefix beside padding or documents of each
+                row; an attention_mask with values other than 0 and 1, with zeros between tokens of a document, or
+                before them if position_ids are missing; shift_labels of padding other than -100; visible ids equal to
+                padding_idx if position_ids are missing.
         """
         check_layout("layout", layout)
         if labelled is not None:
@@ -138,8 +139,8 @@ class ContextParallel:
         if mask is not None:
             if not takes_documents(mask) and (position_ids is None or shift_labels is None):
                 raise ValueError(
-                    f"mask={mask!s:.80} has no documents that say where positions restart and labels end: "
-                    "give position_ids and shift_labels beside it"
+                    f"mask={mask!s:.80} does not say where positions restart and labels end: give position_ids and "
+                    "shift_labels beside it"
                 )
             # Raises if the mask's documents differ from the given ones.
             documents = with_documents(mask, AttentionMask(documents=documents).documents).documents or documents
