@@ -113,7 +113,10 @@ class _PolicyTrainer(SharedRowsTrainer):
     def _refusals(self, cp: ContextParallel) -> Generator[str]:
         """Yields a reason for each setting that does not work on shards."""
         if padding_idx_of(self.model) is not None:  # RoBERTa
-            yield f"{type(self.model).__name__} counts positions without padding, which is on the left in TRL's rows"
+            yield (
+                f"{type(self.model).__name__} counts positions from padding_idx + 1, without padding; here they count "
+                "from 0, with padding"
+            )
         reference = getattr(self, "ref_model", None)
         if reference is not None and method_of(self.accelerator.unwrap_model(reference)) is not cp.method:
             yield "ref_model attends by another method than the model: prepare both with one ContextParallel"

@@ -57,7 +57,7 @@ def refuse_models(reason: str) -> list[Refusal]:
     if registries is None:
         return []
     functions = registries.attention
-    # Our implementations are told each layer's mask and window, so their models may be called inside sdpa_parallel.
+    # Our implementations get each layer's mask and window, so their models may be called inside sdpa_parallel.
     own_names = {name for name in functions if method_of_implementation(functions[name])}
     return [
         Refusal(registry, name, reason)
