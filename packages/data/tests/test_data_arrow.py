@@ -8,7 +8,8 @@ import sys
 import pytest
 from data_stores import numbered, read_rows, single_rank_rows
 
-from armillary.data import Vocabulary, is_store, open_store
+from armillary.data import ByteTokenizer, Vocabulary, is_store, open_store
+from armillary.data.detection import tokenizer_of
 
 datasets = pytest.importorskip("datasets")
 
@@ -154,3 +155,9 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"datasets .*'armillary-data\[datasets"):
         open_store(path)
     assert is_store(path)
+
+
+def test_the_tokenizer_of_a_saved_dataset_is_unknown(tmp_path):
+    assert tokenizer_of(save(tmp_path / "saved")) is None
+    (tmp_path / "text").write_text("plain text is read as bytes")
+    assert tokenizer_of(tmp_path / "text") == ByteTokenizer()

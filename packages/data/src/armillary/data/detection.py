@@ -67,12 +67,14 @@ def read_tokenizer(path: Path | None, begin_of_document: str | None = None) -> T
 
 
 def tokenizer_of(path: Path, begin_of_document: str | None = None) -> TwoWayTokenizer | None:
-    """Returns the tokenizer of the tokens or text at a path; None if its files do not name one."""
+    """Returns the tokenizer of the tokens at a path, or a `ByteTokenizer` for text; None if the files name none."""
     if is_folder(path):
         if has_tokenizer(path):
             return read_tokenizer(path, begin_of_document)
         return ByteTokenizer() if Header.read(path).vocabulary.tokenizer == ByteTokenizer().identity else None
-    return ByteTokenizer() if path.exists() and path.suffix not in (".bin", ".idx", ".arrow") else None
+    if is_store(path):  # files of Megatron and `datasets` do not name their tokenizer
+        return None
+    return ByteTokenizer() if path.exists() and path.suffix not in CONTAINERS else None
 
 
 def has_tokenizer(folder: Path | None) -> bool:

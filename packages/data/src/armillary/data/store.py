@@ -53,8 +53,8 @@ class TokenStore:
             is the end of document.
         vocabulary: vocabulary of the tokens.
         content: identity of the tokens: stores with equal `content` have equal documents.
-        hashes: uint64 [D], hash of each document's text, by which `split` chooses training or validation; by default
-            the hash of the document's index.
+        hashes: uint64 [D], hash of each document's text (of a tree, of its root's), by which `split` chooses training
+            or validation; by default the hash of the document's index.
         trees: if documents are trees, such as prompts with several completions, their segments; else None.
     """
 

@@ -3,6 +3,7 @@
 from armillary.train.build import prepare, process_group
 from armillary.train.config import (
     Config,
+    CudaConfig,
     DataConfig,
     LogConfig,
     ModelConfig,
@@ -18,6 +19,7 @@ from armillary.train.trainer import train, train_loop
 
 __all__ = [
     "Config",
+    "CudaConfig",
     "DataConfig",
     "LogConfig",
     "ModelConfig",

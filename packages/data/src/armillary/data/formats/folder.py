@@ -2,7 +2,7 @@
 
 - `tokens.bin`: tokens of all documents, little-endian, each document with its end-of-document token.
 - `documents.bin`: int64 [D + 1], boundaries of the documents: 0, end of the first, ..., number of tokens.
-- `hashes.bin`: uint64 [D], a hash of each document's text.
+- `hashes.bin`: uint64 [D], a hash of each document's text; of a tree, of its root's text.
 - `segments.bin`: segments of documents that are trees (`armillary.data.trees.SEGMENT`), 24 bytes each.
 - `store.json`: vocabulary, sizes of the files, and a CRC-32 of every 64 MiB of each file.
 - `tokenizer.json`, `tokenizer_config.json`: the tokenizer, unless it is "bytes".

@@ -30,9 +30,9 @@ class PackedSequences(Batches):
     packing, the weights and the seed, which must be equal on all ranks; layouts and the number of ranks decide which
     rank holds which token.
 
-    A rank reads 2 to 4 bytes for each token of its shard, and in each span one more token: the label of the span's last
-    token. In spans with a step it reads the labels separately, so it reads twice as many bytes. No communication.
-    Packing an epoch takes 24 bytes of memory per document.
+    A rank reads each token of its shard once, in the store's dtype, and in each span one more token: the label of the
+    span's last token. In spans with a step it reads the labels separately, so it reads twice as many bytes. No
+    communication. A packed epoch takes 24 bytes of memory per piece of a document and 16 per row; two are kept.
 
     If any store has trees, labels are `LabelTriples` in all batches (weight 1 in plain documents), and positions in
     rows of trees count along the path from the root. Trees are never cut: a tree longer than a row is split into

@@ -47,7 +47,7 @@ class Part:
     Args:
         tokens: the concatenated documents, each with its end-of-document token.
         lengths: int64 [d], number of tokens of each document.
-        hashes: uint64 [d], hash of each document's text.
+        hashes: uint64 [d], hash of each document's text; of a tree, of its root's text.
         segments: if documents are trees, their segments: `SEGMENT` [s], whose ends count from the part's first token.
     """
 

@@ -107,7 +107,7 @@ class DataConfig:
     path: tuple[Path, ...] = ()
     """Token stores (armillary-data prepare, Megatron, datasets), or text; by default Python's own sources as bytes."""
     weights: tuple[float, ...] = ()
-    """Share of sequences from each path; by default in proportion to their lengths."""
+    """Share of sequences from each path; by default the number of sequences in an epoch of its store."""
     sequence_length: Count = 1024
     """Tokens of a sequence (N), over all context-parallel ranks."""
     global_batch_size: Count = 4

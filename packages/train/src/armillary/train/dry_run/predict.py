@@ -29,15 +29,17 @@ MOST_RANKS = 2**14
 
 @dataclass(frozen=True)
 class DryRun:
-    """Sizes of a run. "Local" sizes are those of rank 0.
+    """Sizes of a run.
 
     Args:
         axes: ranks on each mesh axis.
+        model: sizes of the model.
         precision: dtype of forward and backward, on GPUs unless the configuration asks for the CPU.
-        shapes: shapes of a micro-batch's tensors, by name.
+        shapes: shapes of a micro-batch's tensors on rank 0, by name.
         parameters: number of parameters of the model.
         local_parameters: number of parameters in rank 0's shards.
         largest: the largest parameters.
+        tokens_per_step: tokens of a step, over all ranks and micro-batches.
         flops: floating-point operations of a step, over all ranks.
         cuda: settings of CUDA and NCCL; None on the CPU.
         kernels: the attention kernel, for each device.
@@ -68,7 +70,7 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
         capability: compute capability of the ranks' GPUs; by default as in `kernels_of`.
 
     Raises:
-        ValueError: the configuration cannot be trained on this number of ranks.
+        ValueError: the configuration cannot be trained on this number of ranks, or this process has a process group.
     """
     check(config)
     axes = checked_axes(config, ranks)

@@ -20,9 +20,9 @@ class StepMetrics:
     Args:
         loss: mean loss of the step's labelled tokens over all ranks, in nats.
         grad_norm: norm of all gradients over all ranks, before clipping.
-        memory: peak memory of this rank so far, in bytes.
+        memory: peak memory of this rank since its start, in bytes.
         tokens_per_second: tokens of the step per second and rank.
-        tflops: 10^12 floating-point operations of the model per second and rank.
+        tflops: 10^12 floating-point operations of the model per second and rank, counted from this replica's rows.
         utilisation: MFU, a fraction; None if the device's peak is unknown.
         seconds: duration of the step, without validation and saving.
         tokens: tokens trained on since the run's first step, over all ranks and restarts.
