@@ -17,16 +17,18 @@ __all__ = ["is_store", "open_store", "verify_folder"]
 def open_store(
     path: str | os.PathLike[str], tokenizer: Tokenizer | None = None, *, column: str = "input_ids"
 ) -> TokenStore:
-    """Maps the tokens at `path` into memory: a folder made by `armillary-data prepare`, Megatron's `path.bin` and
-    `path.idx` (the path of either, or without suffix), or a folder saved by Hugging Face `datasets`.
+    """Maps a store into memory.
 
     Args:
+        path: a folder made by `armillary-data prepare` or saved by Hugging Face `datasets`, or Megatron's `path.bin`
+            and `path.idx` (the path of either, or without suffix).
         tokenizer: refuse a store made by another tokenizer.
         column: column of a `datasets` folder with lists of tokens.
 
     Raises:
         ValueError: not a store; files that cannot be read, are cut off or have other content (the message names the
             byte); or another tokenizer.
+        ImportError: `datasets`, which reads a folder saved by it, is not installed.
     """
     path = Path(path)
     with readable(path):

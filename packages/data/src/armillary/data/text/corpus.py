@@ -75,7 +75,7 @@ SIGNATURES = {
 def binary(text: bytes) -> str | None:
     """Returns the reason why the content of a file is not text, or None if it is text."""
     if kind := next((kind for start, kind in SIGNATURES.items() if text.startswith(start)), None):
-        return f"it begins as one of {kind} does"
+        return f"it begins like a {kind} file"
     if (offset := text.find(b"\0")) >= 0:
         return f"it has a zero byte, the first at byte {offset}"
     head = text[: 2**16].decode(errors="replace")

@@ -29,10 +29,11 @@ SIZES = (
     "tied_embeddings",
     "mixers",
 )
-"""Fields that a pretrained folder sets, besides `vocab_size`."""
+"""Fields that a pretrained folder sets, besides `vocab_size`; a flag may only repeat their values."""
 GPT_FIELDS = ("family", "dim", "layers", "heads", "vocab_size", "pretrained")
 """Fields that a GPT has; only a LLaMA has the others."""
 ROPE_THETA = 10_000.0
+"""Base of RoPE's frequencies, unless `rope_theta` is set."""
 
 
 def model_config(config: ModelConfig, vocab_size: int, length: int) -> LlamaConfig | GPTConfig:

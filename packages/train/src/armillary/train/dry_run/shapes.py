@@ -24,7 +24,7 @@ class Parameter:
 
     Args:
         name: name in the model, with * instead of the block's number.
-        shape: shape of the whole parameter.
+        shape: global shape.
         local: shape of rank 0's shard.
     """
 

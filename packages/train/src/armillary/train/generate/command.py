@@ -60,7 +60,7 @@ class Generate:
     begin_of_document: str | None = None
     """Name of a token in front of each prompt; by default that of the store, or the tokenizer's own."""
     ids: bool = False
-    """Read prompts and print completions as token ids."""
+    """Read prompts and print continuations as token ids."""
     stop: bool = True
     """End at the tokenizer's end-of-document token."""
     json: bool = False

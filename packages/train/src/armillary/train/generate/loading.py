@@ -1,4 +1,4 @@
-"""Loads the model, sharded over the mesh of all ranks."""
+"""Loads a model's weights, sharded over the mesh of all ranks."""
 
 from __future__ import annotations
 

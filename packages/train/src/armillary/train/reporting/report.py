@@ -27,8 +27,8 @@ PRINT_TIMEOUT, CLOSE_TIMEOUT = 5.0, 60.0
 class Reporter:
     """Passes the steps, validations and events of a run to all sinks, on rank 0 alone. Used in a `with` block.
 
-    An error of a sink does not stop training. A sink that blocks delays training by at most `PRINT_TIMEOUT` or
-    `CLOSE_TIMEOUT` seconds.
+    An error of a sink does not stop training. A sink that blocks delays each printed line by at most `PRINT_TIMEOUT`
+    seconds, and the end of the run by at most `CLOSE_TIMEOUT` seconds.
 
     Args:
         fence: raises if another run has taken over the output folder; see `OutputLock`.

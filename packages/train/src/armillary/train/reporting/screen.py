@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from armillary.train.reporting.metrics import StepMetrics, average
 
 RECENT = 3600.0
-"""The remaining time is estimated from the steps of this many last seconds, at most a thousand steps."""
+"""The remaining time is estimated from the steps of the last RECENT seconds, at most a thousand steps."""
 
 
 class Screen:

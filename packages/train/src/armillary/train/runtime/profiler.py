@@ -34,7 +34,7 @@ class Profiler:
         self.folder, self.say = folder, say
         self._traced, self._snapshots = frozenset(trace_steps), frozenset(snapshots)
         self._profile: profile | None = None
-        self._first_profiled = 0  # step in which the current profile started
+        self._first_profiled = 0  # step before which the current profile started
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:

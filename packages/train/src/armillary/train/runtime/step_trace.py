@@ -12,7 +12,7 @@ from armillary.core import Trace, span
 
 
 class StepTrace:
-    """Writes one file with an `armillary.core.Trace` of chosen steps on all ranks.
+    """Writes one file with an `armillary.core.Trace` of chosen steps of all ranks, on rank 0. Every rank must use it.
 
     Args:
         path: path of the file; None: no trace.
