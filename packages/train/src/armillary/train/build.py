@@ -109,11 +109,7 @@ def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> Devic
     # Some methods split `ring` into `nodes` and `devices`, which then get the priority of `ring`.
     high_priority = (*setup.high_priority, "nodes", "devices") if setup.high_priority else ()
     return build_mesh(
-        device.type,
-        **mesh_axes(config, axes),
-        timeout=timeout,
-        high_priority=high_priority,
-        max_ctas=setup.max_ctas,
+        device.type, **mesh_axes(config, axes), timeout=timeout, high_priority=high_priority, max_ctas=setup.max_ctas
     )
 
 
@@ -137,11 +133,7 @@ def shard_model(
     """
     parallel = config.parallel
     attention = build_attention(
-        parallel.attention,
-        mesh,
-        heads_per_stage=parallel.heads_per_stage,
-        team=parallel.team,
-        placement=parallel.placement,
+        parallel.attention, mesh, parallel.heads_per_stage, team=parallel.team, placement=parallel.placement
     )
     attention.kernel = parallel.kernel
     model = meta_model(sizes).to(accumulation_dtype(precision))

@@ -20,8 +20,8 @@ from armillary.train.step import forward, local_loss, sum_over_ranks
 def validate(run: Run) -> dict[str, float]:
     """Returns "loss", the mean over all labelled tokens of held-out rows, and the accuracy on each task by its name.
 
-    Reads the first held-out rows of the text and of each task, the same rows at every call and accumulation. They do
-    not depend on the mesh either, except recall's, whose answers are on other ranks than the questions.
+    Reads the first held-out rows of the text and of each task: the same at every call, accumulation and mesh, except
+    that recall's depend on the mesh, because its answers are on other ranks than the questions.
     """
 
     def count_answers(batch: Batch) -> tuple[Tensor, Tensor]:
