@@ -98,7 +98,7 @@ class CheckpointFolder:
         return path
 
     def prune(self, keep_last: int, keep_every: int | None) -> None:
-        """Removes all checkpoints except the newest `keep_last`, and every checkpoint of a multiple of `keep_every`."""
+        """Keeps the newest `keep_last` checkpoints and those of multiples of `keep_every` steps; removes the others."""
         self.fence()
         for step in steps_to_delete(self.steps(), keep_last, keep_every):
             # Renamed first, because a kill during the deletion must not leave an incomplete step-N.
@@ -108,7 +108,7 @@ class CheckpointFolder:
 
 
 def steps_to_delete(steps: list[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Returns the steps to delete. `steps` are in rising order."""
+    """Returns the steps whose checkpoints `prune` removes. `steps` are in rising order."""
     return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
 
 

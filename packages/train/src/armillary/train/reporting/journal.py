@@ -19,10 +19,10 @@ BUFFER = 1 << 20
 
 
 class Journal:
-    """Writes the file. A number that is not finite becomes null, and its line has "bad": true.
+    """Writes metrics.jsonl. A number that is not finite becomes null, and its line has "bad": true.
 
     Args:
-        fence: called before each change of the file; raises if another run has taken the folder.
+        fence: called before each change of the file; raises if another run has taken the output folder.
     """
 
     def __init__(self, path: Path, fence: Callable[[], None] = lambda: None) -> None:

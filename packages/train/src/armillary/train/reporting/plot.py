@@ -16,7 +16,7 @@ from armillary.train.reporting import journal
 WINDOWS = 25
 """The strong line is a running mean over a window of (number of steps) / WINDOWS steps."""
 LOG_RATIO = 10.0
-"""An axis is logarithmic if its values differ by more than this factor."""
+"""An axis is logarithmic if its values are above 0 and differ by more than this factor."""
 Values = NDArray[np.float64]
 
 
