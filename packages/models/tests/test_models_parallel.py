@@ -18,7 +18,7 @@ from armillary.attention import AttentionMask, Method, Ring, build_attention
 from armillary.core import Axis, compat
 from armillary.core.testing import mesh, relative_error
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
-from armillary.models.parallel import parallelize
+from armillary.models.parallel import begin_micro_batch, parallelize
 
 LLAMA = LlamaConfig(vocab_size=37, dim=32, layers=2, heads=8, kv_heads=4, hidden_dim=48, head_dim=8, qk_norm=True)
 TIED = replace(LLAMA, tied_embeddings=True, qkv_bias=True, qk_norm=False, vocab_size=40)
@@ -304,13 +304,33 @@ def out_of_range_raises() -> list[bool]:
     for call in (
         lambda: llama(torch.tensor([[1, 2, 99, 3]])),
         lambda: llama(torch.tensor([[1, 2, -99, 3]])),
+        lambda: llama(torch.tensor([[1, 2, -1, 3]])),  # not the last row of the table
         lambda: gpt(torch.tensor([[1, 2]]), positions=torch.tensor([63, 64])),
+        lambda: gpt(torch.tensor([[1, 2]]), positions=torch.tensor([0, -1])),
     ):
-        with pytest.raises(IndexError):
+        with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
             call()
         actual.append(True)
     return actual
 
 
 def test_ids_and_positions_out_of_range_raise_on_every_rank(worlds):
-    assert worlds(4).run(out_of_range_raises) == [[True] * 3] * 4
+    assert worlds(4).run(out_of_range_raises) == [[True] * 5] * 4
+
+
+def gradients_of_two_micro_batches(zero_stage: int) -> list[float]:
+    """Returns the squared norm of each gradient, where rank 3 of `tp` has no row of the vocabulary's 5."""
+    config = LlamaConfig(vocab_size=5, dim=16, layers=1, heads=4, kv_heads=4, hidden_dim=16)
+    model = Llama(config)
+    initialize(model, seed=0)
+    parallelize(model, mesh(ring=1, tp=4), zero_stage=zero_stage)
+    for last in (False, True):
+        if zero_stage == 1:
+            begin_micro_batch(model, last)
+        model(torch.tensor([[0, 1, 2, 4]])).square().sum().backward()
+    return [float(parameter.grad.full_tensor().square().sum()) for parameter in model.parameters()]
+
+
+def test_a_rank_without_rows_accumulates_under_every_zero_stage(worlds):
+    world = worlds(4)
+    assert world.run(gradients_of_two_micro_batches, 1) == world.run(gradients_of_two_micro_batches, 3)

@@ -49,16 +49,16 @@ def parallelize(
 
     Args:
         mesh: a mesh with some of the axes replicate, shard, ring, ulysses and tp, such as `build_mesh` returns. FSDP2
-            needs at least one of shard, ring and ulysses.
+            needs at least one of shard, ring and ulysses. `nodes` and `devices` count as `ring` does.
         attention: method for all layers, over axes of this mesh; by default unchanged. With `tp` it gets this rank's
             heads.
         checkpointing: the activation checkpointing policy; by default blocks run as before.
         precision: dtype of forward and backward under FSDP2, whose master weights and reductions are float32. None does
             not apply FSDP2: parameters are not sharded, and the caller must sum gradients over ranks.
         cpu_offload: True lets FSDP2 keep parameters, gradients and the optimizer's state in the host's memory.
-        compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Under a checkpoint policy
-            only the token-wise part is compiled, not attention. Each layout needs a graph of its own: beyond Dynamo's
-            limit of graphs, blocks run eagerly, with a warning.
+        compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Under a checkpoint policy,
+            or with `Checkpointing(tiled=True)`, only the token-wise part is compiled, not attention. Each layout needs
+            a graph of its own: beyond Dynamo's limit of graphs, blocks run eagerly, with a warning.
         zero_stage: stage of ZeRO under FSDP2. 3 gathers a block's parameters twice per micro-batch, for forward and for
             backward; 2 gathers them once per micro-batch, and 1 once per step (`begin_micro_batch`).
         contiguous_states: True moves hidden states to contiguous shards before a hybrid's layers with a state, and back
@@ -76,11 +76,11 @@ def parallelize(
     # 2. Attention and checkpointing are attributes of the blocks.
     for block in blocks:
         block.attention = block.attention if attention is None else attention
+    if checkpointing is not None:
+        checkpointing.apply(model)  # raises, before it changes anything, if the blocks' own attention is no `Method`
     for module in model.modules():
         if isinstance(module, Decoder):
             module.contiguous_states = contiguous_states
-    if checkpointing is not None:
-        checkpointing.apply(model)
     # 3. Modules and parameters. The order matters: the compiled graphs must contain the modules of tensor parallelism,
     # and must not contain FSDP's hooks.
     if "tp" in (mesh.mesh_dim_names or ()):

@@ -37,8 +37,8 @@ class ShardedModule(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        # A parameter that FSDP shards too is a DTensor on two mesh axes, which only FSDP itself reads. During forward
-        # FSDP has gathered it: then it is a DTensor on the tensor-parallel axis alone.
+        # A parameter that FSDP shards too is a DTensor on several mesh axes, which only FSDP itself reads. During
+        # forward FSDP has gathered it: then it is a DTensor on the tensor-parallel axis alone.
         if not isinstance(value, DTensor) or value.device_mesh.ndim > 1:
             return value
         return EmptyShard.apply(value, self, name) if name in self.empty else local(value)
@@ -59,6 +59,8 @@ class EmptyShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # Under ZeRO stage 1 the parameter stays gathered, with the empty gradient of the previous micro-batch.
+        dict(ctx.module.named_parameters(recurse=False))[ctx.name].grad = None
         compat.after_backward(partial(set_empty_gradient, ctx.module, ctx.name))
         return None, None, None
 
@@ -66,7 +68,8 @@ class EmptyShard(torch.autograd.Function):
 def set_empty_gradient(module: nn.Module, name: str) -> None:
     """Sets the gradient of an empty part to zeros, if it is None.
 
-    Runs after backward, when FSDP has resharded the parameters.
+    Runs after backward, when FSDP has reduced gradients and, except between micro-batches of ZeRO stage 1, resharded
+    the parameters.
     """
     parameter = dict(module.named_parameters(recurse=False))[name]
     parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -184,12 +187,13 @@ class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
 
 
 def checked_indices(indices: Tensor, count: int) -> Tensor:
-    """Returns `indices`. torch raises if one is not below `count`, as for an unsharded table.
+    """Returns `indices`. torch raises if one is below 0 or not below `count`, as for an unsharded table.
 
-    Adds zeros that are looked up at `indices` in a table of `count` zeros. The lookup in this rank's rows would not
-    raise, because it masks the rows of other ranks.
+    Adds zeros that `gather` looks up at `indices` in a table of `count` zeros. The lookup in this rank's rows would not
+    raise, because it masks the rows of other ranks; and indexing by `[]` would count a negative index from the end.
     """
-    return indices + indices.new_zeros(1).expand(count)[indices]
+    zeros = indices.new_zeros(1).expand(count)  # one element of memory
+    return indices + zeros.gather(0, indices.flatten().long()).view_as(indices)
 
 
 class InterleavedEmbedding(ShardedModule, nn.Embedding):
