@@ -2,11 +2,11 @@
 
 On CUDA, tensors are copied to pinned memory and back on a side stream; on the CPU they are copied synchronously.
 
-torch's allocator reuses a freed tensor's memory for the next op on the stream that allocated it. `record_stream` would
-make the allocator check first whether a copy on another stream has finished. But the host runs ahead of the GPU: the
-copy is not finished yet, so the allocator takes new memory, layer after layer. Instead, this module refers to a copy's
-tensors until the compute stream waits for the copy, and releases them then. Their memory is reused at once, in stream
-order.
+torch's allocator reuses a freed tensor's memory for the next op on the stream that allocated it. With `record_stream`
+it would reuse the memory only after it has seen that the copy on the side stream is finished. But the host runs ahead
+of the GPU: at the next allocation the copy is still queued, so the allocator takes new memory, layer after layer.
+Instead, this module refers to a copy's device tensors until the compute stream waits for the copy, and releases them
+then. Their memory is reused at once, in stream order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.latest_copy: Callable[[], Transfer | None] = lambda: None
-        """Returns the latest transfer to the host; None if it is finished and deleted."""
+        """Returns the latest transfer to the host, by a weak reference; None if there was none, or it was deleted."""
 
     def start(self, copy: Callable[[], None]) -> Callable[[], None]:
         """Runs `copy` after all work queued on the current stream.
@@ -69,7 +69,7 @@ _simulated: ContextVar[SimulatedStream | None] = ContextVar("simulated stream", 
 
 @contextmanager
 def simulated_stream() -> Generator[None]:
-    """Context manager in which this thread's offloaded CPU tensors live as long as on a GPU, to simulate memory."""
+    """Context manager that keeps the tensors of a transfer alive as long as on a GPU, to simulate memory on the CPU."""
     token = _simulated.set(SimulatedStream())
     try:
         yield
@@ -88,7 +88,8 @@ _stream_of_gpu = cache(SideStream)
 def finish_latest_copy(device: torch.device) -> None:
     """Makes the current stream wait for the latest transfer to the host, and releases its device tensors.
 
-    Called at the end of a block's forward, for the previous block's transfer, which overlapped with this block.
+    Called at the end of a block's forward, when the previous block's transfer has overlapped with this block, and
+    before the next transfer to the host.
     """
     side = side_stream(device)
     if side is not None and (transfer := side.latest_copy()) is not None:
@@ -129,8 +130,8 @@ class HostCopy:
         self.shape, self.dtype, self.device = x.shape, x.dtype, x.device
         self.size = PINNED // x.element_size()
         with label("checkpoints", host=True):
+            pinned = x.device.type == "cuda"  # copies from and to memory that is not pinned would make the host wait
             sizes = [piece.numel() for piece in x.detach().reshape(-1).split(self.size)]
-            pinned = x.device.type == "cuda"
             self.buffers = [torch.empty(n, dtype=x.dtype, device="cpu", pin_memory=pinned) for n in sizes]
 
     def write(self, x: Tensor) -> None:
@@ -144,7 +145,7 @@ class HostCopy:
             target.copy_(buffer, non_blocking=True)
 
     def empty_on_device(self) -> Tensor:
-        """Returns an empty tensor on its device."""
+        """Returns an uninitialized tensor of the same shape and dtype on the original tensor's device."""
         with label("checkpoints"):
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
@@ -186,11 +187,13 @@ class OffloadedTensors:
     def take(self) -> Sequence[Tensor]:
         """Returns the tensors on their device, ready for the current stream. The copies on the host stay."""
         self.fetch()  # starts the copy now, unless it was prefetched
-        transfer, self.copy_to_device = self.copy_to_device or self.copy_to_host, None
+        # Without a copy to the device, the original tensors are still there: `copy_to_host` refers to them.
+        transfer = self.copy_to_device or self.copy_to_host
+        self.copy_to_device = None  # a later call, under `retain_graph`, copies from the host again
         return transfer.finish()
 
 
 def copy_all(copy: Callable[[HostCopy, Tensor], None], host: Sequence[HostCopy], tensors: Sequence[Tensor]) -> None:
-    """Applies `copy` to each pair of host copy and tensor."""
-    for target, source in zip(host, tensors, strict=True):
-        copy(target, source)
+    """Applies `copy`, which is `HostCopy.write` or `HostCopy.read`, to each pair of host copy and tensor."""
+    for host_copy, tensor in zip(host, tensors, strict=True):
+        copy(host_copy, tensor)

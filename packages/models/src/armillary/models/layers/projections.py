@@ -54,12 +54,14 @@ class HeadProjections:
     totals: GradientSums | None = None
 
     def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        """Returns the queries of these h heads: [B, T, h, D]."""
         x = x if self.norm is None else self.norm(x)
         q = self._project(self.query, x, heads, self.heads)
         q = q if self.query_norm is None else self.query_norm(q)
         return q if self.rotation is None else self.rotation(q)
 
     def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Returns the keys and the values of these h key/value heads: [B, T, h, D] each."""
         x = x if self.norm is None else self.norm(x)
         k = self._project(self.key, x, heads, self.key_heads)
         v = self._project(self.value, x, heads, self.key_heads)
@@ -99,9 +101,11 @@ class HeadProjections:
         return None if None in descriptions else (self.heads, self.key_heads, self.head_dim, angles, *descriptions)
 
     def of_tokens(self, tokens: slice) -> HeadProjections:
+        """Returns the projections for a slice of the tokens of x: they rotate by these tokens' angles."""
         return self if self.rotation is None else replace(self, rotation=self.rotation.of_tokens(tokens))
 
     def collecting(self, totals: GradientSums) -> HeadProjections:
+        """Returns projections whose backward adds the gradients of plain linear layers to `totals`."""
         return replace(self, totals=totals)
 
     def _project(self, linear: nn.Module, x: Tensor, heads: Sequence[int], count: int) -> Tensor:

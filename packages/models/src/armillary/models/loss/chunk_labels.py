@@ -106,7 +106,14 @@ def gathered_index(positions: Tensor, chunk: slice, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SingleLabels:
-    """One label, or `ignore`, for each token [B, T]."""
+    """One label, or `ignore`, for each token.
+
+    Args:
+        shape: (B, T), with rows padded to a multiple of R tokens.
+        count: the number of labels that are not `ignore`, a scalar.
+        labels: [B, T] of `shape`; padding has the label `ignore`.
+        ranks: R.
+    """
 
     shape: tuple[int, int]
     count: Tensor
@@ -229,7 +236,7 @@ class MultiChunkLabels:
     Args:
         weights: [C, 1], the sum of the weights of each token's labels.
         tokens: [m], the token of each label: its index in the gathered chunk (`gathered_index`).
-        columns: [m], the label's column of this rank's logits.
+        columns: [m], the label's column of this rank's logits; 0 if another rank has it.
         local_weights: [m], the label's weight; 0 if another rank has the column.
     """
 

@@ -26,8 +26,8 @@ def cross_entropy_(
 ) -> Tensor:
     """Returns the losses [c] of this rank's own tokens: cross entropy plus `z_loss` times the squared log-sum-exp.
 
-    In place: `wide` becomes the softmax, from which the gradient is computed. So each of the C V_r logits is read and
-    written twice (16 bytes in float32), and no other tensor of that size is allocated.
+    In place: `wide` becomes the softmax, from which the gradient is computed. No other tensor of C V_r elements is
+    allocated.
 
     Args:
         wide: logits [C, V_r] of all ranks' tokens in the dtype of sums, V_r >= 1. Overwritten.

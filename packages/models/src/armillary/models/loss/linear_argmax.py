@@ -35,8 +35,8 @@ def linear_argmax(
     Bytes sent by each of R ranks, kind "all_gather": (R - 1) n E e for its n tokens, and (R - 1) 16 for each label.
 
     Raises:
-        ValueError: shapes or dtypes do not match, or the number of rows is not this rank's part of `vocabulary`. Raised
-            before any communication.
+        ValueError: shapes or dtypes do not match, labels are not integers, `vocabulary` is missing with an axis, or the
+            number of rows is not this rank's part of it. Raised before any communication.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
     check(hidden, weight, token_labels(labels, ignore, ranks).shape, None, None, ranks)

@@ -1,6 +1,7 @@
 """Head and token loss in one, a chunk of tokens at a time, so that logits [T, V] never exist.
 
-For 5M tokens of LLaMA-3-8B on 8 ranks, logits would take 157 GiB in bfloat16, and their float32 copy twice as much.
+For 5M tokens of LLaMA-3-8B on 8 ranks, logits would take 157 GiB per rank in bfloat16, and their float32 copy twice as
+much.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def linear_token_loss(
     any number of times (`retain_graph`); it cannot be differentiated.
 
     Memory, with e bytes per element: d(hidden), T E e bytes, and d(weight) in float32, 4 V E bytes, live from forward
-    to backward. Forward also needs a chunk's logits and their float32 copy, chunk V (e + 4) bytes. `hidden` and
-    `weight` are not kept.
+    to backward. Forward also needs a chunk's logits, chunk V e bytes, and of 16-bit logits a float32 copy, chunk V 4
+    bytes. `hidden` and `weight` are not kept.
 
     With an `axis` of R ranks (tensor parallelism), rank r has V_r of the weight's V rows, and the tokens i R + r of
     each batch row (`interleaved_shard`). A chunk's hidden states are gathered while the previous chunk is computed, and
@@ -70,7 +71,8 @@ def linear_token_loss(
         axis: a 1-D mesh of R ranks. All ranks make the same call, with gradients for the same inputs.
         vocabulary: V, needed with an axis.
 
-    Bytes sent, all in forward, by each of R ranks for its n = B ceil(T / R) tokens, with w = 4 (8 in float64):
+    Bytes sent, all in forward, by each of R ranks for its n = B ceil(T / R) tokens, with w = 4 (8 in float64) and e
+    bytes per element in the dtype of matmuls. Chunks without labels of triples send nothing.
 
         "all_gather"       (R - 1) (n E e + w), and (R - 1) n w if any input requires a gradient
         "reduce_scatter"   (R - 1) 2 n w, and (R - 1) n E e if `hidden` requires a gradient
@@ -85,10 +87,10 @@ def linear_token_loss(
         and of its own rows of weight and bias. They need no sum over the axis.
 
     Raises:
-        ValueError: shapes or dtypes do not match, the number of rows is not this rank's part of `vocabulary`, the chunk
-            is below 1, or the backend does not support the arguments. Raised before any communication. As in
-            `token_loss`, labels outside of the vocabulary are not checked on the host, because that would synchronize
-            with the GPU; torch's device assertion reports them.
+        ValueError: shapes or dtypes do not match, labels are not integers, `vocabulary` is missing with an axis, the
+            number of rows is not this rank's part of it, a label of triples is not below V, the chunk is below 1, or
+            the backend does not support the arguments. Raised before any communication. Other labels outside of the
+            vocabulary are reported as by `token_loss`.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
     label_lookup = token_labels(labels, ignore, ranks)

@@ -33,7 +33,10 @@ from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
 class TokenStatistics(NamedTuple):
-    """Statistics of the distribution that predicts each label. Each has the labels' shape and no gradient."""
+    """Statistics of the distribution that predicts each label, from logits divided by the temperature.
+
+    Each has the labels' shape and no gradient. For ignored labels they are 0 and False.
+    """
 
     entropy: Tensor
     """Entropy, in nats."""
@@ -128,8 +131,10 @@ def token_logprobs(
         gets the gradients of its own tokens and of its own rows of weight and bias.
 
     Raises:
-        ValueError: shapes or dtypes do not match, a position is outside of the B T tokens, or the temperature is not
-            above 0. Raised before any communication.
+        ValueError: shapes or dtypes do not match, labels or positions are not integers, a position is outside of the
+            B T tokens, the chunk is below 1, the temperature is not above 0, `vocabulary` is missing with an axis, or
+            the number of rows is not this rank's part of it. Raised before any communication. Labels outside of the
+            vocabulary are reported as by `token_loss`.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
     label_list = LabelList.of(labels, positions, ignore, hidden.shape, ranks)
@@ -310,7 +315,7 @@ class LogProbabilities(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (hidden, weight, bias, lses), spec = ctx.saved_tensors, cast(LogprobsSpec, ctx.spec)
-        gradients = Gradients.empty(hidden, weight, spec.wide, [*ctx.needs_input_grad[:2], ctx.needs_input_grad[2]])
+        gradients = Gradients.empty(hidden, weight, spec.wide, ctx.needs_input_grad[:3])
         matmul_weight, matmul_bias = weight.to(spec.dtype), None if bias is None else bias.to(spec.dtype)
         # d(logits) of a token is the sum over its labels of upstream gradient times (one-hot - softmax) / temperature.
         # `upstream` is negated, because `logits_gradient` computes softmax minus one-hot.

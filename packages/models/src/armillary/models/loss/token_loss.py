@@ -52,12 +52,14 @@ def token_loss(
         For triples they are the sum of weight times cross entropy, and the sum of weights in float64.
 
         With an axis both are bitwise equal on all ranks. It is one loss with a copy on each rank, not R losses: each
-        rank calls backward with the same upstream gradient, and gets the gradient of its own logits. With an axis,
-        backward cannot be differentiated.
+        rank calls backward with the same upstream gradient, and gets the gradient of its own logits. With an axis of
+        several ranks, or with triples, backward cannot be differentiated.
 
     Raises:
-        ValueError: shapes do not match, or V_r is not this rank's part of `vocabulary`. Raised before any
-            communication.
+        ValueError: shapes do not match, labels are not integers, `vocabulary` is missing with an axis, V_r is not this
+            rank's part of it, or a label of triples is not below V. Raised before any communication. Other labels
+            outside of the vocabulary are not checked on the host, which would have to wait for a GPU: torch's kernels
+            report them, on every rank.
     """
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(
