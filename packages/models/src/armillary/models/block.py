@@ -255,8 +255,8 @@ def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLay
     """Returns the positions [T] or [B, T] on the device of `ids`; by default 0 to T - 1, or the layout's.
 
     Raises:
-        ValueError: `ids` or positions are DTensors, positions do not match the ids, or they are missing although
-            `layout` has several shards.
+        ValueError: `ids` or positions are DTensors, `ids` do not have two dims, positions do not match the ids, or they
+            are missing although `layout` has several shards.
     """
     if compat.is_dtensor(ids) or compat.is_dtensor(positions):
         raise ValueError("ids or positions are a DTensor; pass it to the model: the decoder takes only local tensors")

@@ -199,7 +199,7 @@ class LlamaConfig:
     def block_parameters(self, mixer: Mixer) -> int:
         """Number of parameters of a block with this mixer."""
         norms = 2 * self.dim  # before the mixer and before the MLP
-        # SwiGLU: gate, up and down projection, each with a bias.
+        # SwiGLU: gate, up and down projection, with `mlp_bias` each with a bias.
         mlp = 3 * self.dim * self.hidden_dim + (2 * self.hidden_dim + self.dim if self.mlp_bias else 0)
         if mixer != "attention" and self.states is not None:
             return self.states.parameters(mixer, self.dim) + mlp + norms

@@ -48,9 +48,10 @@ def initialize(model: Llama | GPT, seed: int) -> None:
 
     So every mesh starts from the same weights, without communication. Linear and embedding weights are normal with
     standard deviation 0.02, or 0.02 / sqrt(2 * layers) if their outputs are added to the residual stream (GPT-2's
-    rule). Norms are 1 and biases 0. Layers with a state start as in Mamba-2: convolution weights are uniform, rates -A
-    are uniform in [1, 16], and the logarithms of step sizes are uniform between those of 0.001 and 0.1. Numbers are
-    drawn in float32 on the parameter's device, and rounded to its dtype. CPU and CUDA draw different numbers.
+    rule). Norms are 1 and biases 0. Layers with a state start as in Mamba-2: convolution weights of width W are uniform
+    within 1 / sqrt(W) of 0, rates -A are uniform in [1, 16], D is 1, and the logarithms of step sizes are uniform
+    between those of 0.001 and 0.1. Numbers are drawn in float32 on the parameter's device, and rounded to its dtype.
+    CPU and CUDA draw different numbers.
 
     Args:
         model: a model with plain parameters or `DTensor`s (FSDP2, TP), after `to_empty` if it was built on "meta". On

@@ -41,7 +41,8 @@ class Decoding:
 
     Raises:
         ValueError: the model has no `Block`s, its attention is not an armillary method, its layers have methods that
-            divide the sequence differently, or new tokens cannot continue the mask.
+            divide the sequence differently, new tokens cannot continue the mask, or the mask has a window and a layer
+            has a state.
     """
 
     def __init__(

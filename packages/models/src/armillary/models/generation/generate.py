@@ -58,8 +58,9 @@ def generate(
     2 (B T + B n R) K D e. Of a layer with a state, on every rank: B n (H Dk Dv a + (W - 1) C e), with `a` bytes per
     element of a state, and a convolution of width W over C channels (`CachedStates`).
 
-    Bytes sent, at most: for the prompt those of the method, and (P - 1) B E e; for each new token
-    (P - 1) B n H (D e + 4) in each layer (8 instead of 4 in float64), and (P - 1) 8 B n.
+    Bytes sent over the P ranks of the method, at most: for the prompt those of the layers without a cache,
+    (P - 1) B E e, and (P - 1) B (W - 1) C e in each layer with a state; for each new token (P - 1) B n H (D e + 4) in
+    each attention layer (8 instead of 4 in float64), and (P - 1) 8 B n.
 
     Raises:
         ValueError: arguments do not fit, or a GPT has too few learned positions. Raised before any communication.

@@ -19,11 +19,11 @@ class Sampling:
     Args:
         temperature: divides the logits; 0 takes the most likely token.
         top_k: draws only from the `top_k` most likely tokens.
-        top_p: draws only from the most likely tokens, as few as have the total probability `top_p` (Holtzman et al.,
-            2020).
+        top_p: draws only from the most likely tokens, as few as have a total probability of at least `top_p` (Holtzman
+            et al., 2020).
 
     Raises:
-        ValueError: the temperature is below 0, top_k is below 1, or top_p is not in (0, 1].
+        ValueError: the temperature is below 0 or not finite, top_k is below 1, or top_p is not in (0, 1].
     """
 
     temperature: float = 0.0
