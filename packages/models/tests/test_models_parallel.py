@@ -334,3 +334,14 @@ def gradients_of_two_micro_batches(zero_stage: int) -> list[float]:
 def test_a_rank_without_rows_accumulates_under_every_zero_stage(worlds):
     world = worlds(4)
     assert world.run(gradients_of_two_micro_batches, 1) == world.run(gradients_of_two_micro_batches, 3)
+
+
+def contiguous_states_after_a_refusal() -> bool:
+    model = Llama(LLAMA, attention=lambda q, k, v, *, mask, layout: q)
+    with pytest.raises(ValueError, match="'layer' needs an armillary method"):
+        parallelize(model, mesh(ring=2), checkpointing=Checkpointing("layer"), contiguous_states=True)
+    return model.model.contiguous_states
+
+
+def test_a_refused_checkpoint_policy_changes_nothing(worlds):
+    assert worlds(2).run(contiguous_states_after_a_refusal) == [False] * 2

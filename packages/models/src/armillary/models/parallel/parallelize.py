@@ -53,8 +53,9 @@ def parallelize(
         attention: method for all layers, over axes of this mesh; by default unchanged. With `tp` it gets this rank's
             heads.
         checkpointing: the activation checkpointing policy; by default blocks run as before.
-        precision: dtype of forward and backward under FSDP2, whose master weights and reductions are float32. None does
-            not apply FSDP2: parameters are not sharded, and the caller must sum gradients over ranks.
+        precision: dtype of forward and backward under FSDP2. Weights keep their dtype; gradients are reduced in float32
+            (float64 for float64). None does not apply FSDP2: parameters are not sharded, and the caller must sum
+            gradients over ranks.
         cpu_offload: True lets FSDP2 keep parameters, gradients and the optimizer's state in the host's memory.
         compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Under a checkpoint policy,
             or with `Checkpointing(tiled=True)`, only the token-wise part is compiled, not attention. Each layout needs
