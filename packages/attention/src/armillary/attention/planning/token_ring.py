@@ -34,9 +34,8 @@ class TokenRingPlan(SequencePlan):
         results = (1 + 1 + 1 + 0.5) * kernel_forward(x)
         # Queries in use and, except at the last step, queries that arrive.
         second = x.q * min(ranks - 1, 2)
-        # Before the third step, the first returned result was merged into this rank's own one, as a float32 copy.
-        own_copy = x.w * x.q if x.w > 1 else 0
-        third = x.q * min(ranks - 2, 2) + own_copy if ranks > 2 else 0
+        # Before the third step, the first returned result was merged into this rank's own one, in float32 from then on.
+        third = x.q * min(ranks - 2, 2) + (x.w - 1) * x.q if ranks > 2 else 0
         return results + max(second, third)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from armillary.attention.rotation.rotate import RingStep, Rotation
@@ -137,9 +138,11 @@ class DirectReduce(Reduction):
 
     def push(self, step: int, partials: Partials) -> None:
         if step == 0:
-            self.own_partials = partials
+            # `combine` has this rank's own result. Only its shapes are needed here, so its memory can be freed.
+            own = [torch.empty_like(partial[:, :0]) for partial in partials] if self.combine else partials
+            self.own_partials = own
             counts = [later.returned_tokens.count for later in self.rotation.direct_steps[1:]]
-            self.buffers = ReceiveBuffers(partials, counts)
+            self.buffers = ReceiveBuffers(own, counts)
             return
         self.wait()
         rotation, schedule = self.rotation, self.rotation.direct_steps[step]
