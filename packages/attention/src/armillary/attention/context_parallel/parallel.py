@@ -136,13 +136,7 @@ class ContextParallel:
         check_layout("layout", layout)
         if labelled is not None:
             integer("labelled", labelled, minimum=1)
-        if mask is not None:
-            if not takes_documents(mask) and (position_ids is None or shift_labels is None):
-                raise ValueError(
-                    f"mask={mask!s:.80} does not say where positions restart and labels end: give position_ids and "
-                    "shift_labels beside it"
-                )
-            # Raises if the mask's documents differ from the given ones.
+        if mask is not None:  # raises if the mask's documents differ from the given ones
             documents = with_documents(mask, AttentionMask(documents=documents).documents).documents or documents
         rows = complete_rows(
             ids,
@@ -153,11 +147,8 @@ class ContextParallel:
             shift_labels=shift_labels,
             padding_idx=self.padding_idx,
         )
-        if mask is not None and not takes_documents(mask) and attention_mask is not None and not attention_mask.all():
-            raise ValueError(
-                f"attention_mask hides tokens, and mask={mask!s:.80} cannot have documents, so padding would be seen: "
-                "leave attention_mask out, and hide padding in the mask"
-            )
+        if mask is not None and not takes_documents(mask):
+            _check_rows_complete(mask, position_ids, attention_mask, shift_labels)
         length = ids.shape[1]
         if layout is not None and layout.length != length:
             raise ValueError(f"the layout has {layout.length} tokens, the batch {length}: pass attend.layout({length})")
@@ -279,3 +270,23 @@ class ContextParallel:
             )
         preparer.load()(model, self, **options)
         return model
+
+
+def _check_rows_complete(
+    mask: AttentionMask, position_ids: Tensor | None, attention_mask: Tensor | None, shift_labels: Tensor | None
+) -> None:
+    """Checks the arguments of `shard` beside a mask without documents: these say where rows restart and have padding.
+
+    Raises:
+        ValueError: position_ids or shift_labels are missing, or attention_mask hides tokens.
+    """
+    if position_ids is None or shift_labels is None:
+        raise ValueError(
+            f"mask={mask!s:.80} does not say where positions restart and labels end: give position_ids and "
+            "shift_labels beside it"
+        )
+    if attention_mask is not None and not attention_mask.all():
+        raise ValueError(
+            f"attention_mask hides tokens, and mask={mask!s:.80} cannot have documents, so padding would be seen: "
+            "leave attention_mask out, and hide padding in the mask"
+        )

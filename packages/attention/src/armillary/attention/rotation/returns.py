@@ -57,7 +57,10 @@ class Reduction(ABC):
         """Starts to send this rank's partial results for the shard of `step`. Every rank calls it at every step."""
 
     def finish(self) -> Partials:
-        """Waits for the last exchange, and returns the sums over all ranks for this rank's own shard."""
+        """Waits for the last exchange, and returns the sums over all ranks for this rank's own shard.
+
+        Empty with `combine`, which has merged all results elsewhere.
+        """
         self.wait()
         return self.own_partials
 
@@ -138,11 +141,13 @@ class DirectReduce(Reduction):
 
     def push(self, step: int, partials: Partials) -> None:
         if step == 0:
-            # `combine` has this rank's own result. Only its shapes are needed here, so its memory can be freed.
-            own = [torch.empty_like(partial[:, :0]) for partial in partials] if self.combine else partials
-            self.own_partials = own
             counts = [later.returned_tokens.count for later in self.rotation.direct_steps[1:]]
-            self.buffers = ReceiveBuffers(own, counts)
+            if self.combine:
+                # `combine` has this rank's own result. Buffers need its shapes alone, so do not keep its memory.
+                partials = [torch.empty_like(partial[:, :0]) for partial in partials]
+            else:
+                self.own_partials = partials
+            self.buffers = ReceiveBuffers(partials, counts)
             return
         self.wait()
         rotation, schedule = self.rotation, self.rotation.direct_steps[step]
