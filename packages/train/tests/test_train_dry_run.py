@@ -140,6 +140,7 @@ def test_torchruns_ranks_are_used_and_the_first_prints(capsys, monkeypatch):
     [
         ("--parallel.ring 3 --ranks 8", "6 .*8 "),
         ("--ranks 0", "--ranks 0"),
+        ("--parallel.ring 20000 --data.sequence-length 200000", "20000.*16,384"),
         ("--ranks 32 --parallel.ulysses 16 --parallel.ring 2", "8 .*16 "),
         ("--data.path nowhere", "nowhere"),
         ("--model.pretrained nowhere", "nowhere/config.json"),

@@ -15,9 +15,9 @@ from armillary.core.validation import check_tensor
 class LabelTriples:
     """The labels of tokens [B, T]: any number of labels at each position, each with a weight.
 
-    In a row that packs a prompt and several completions depth first, the prompt's last token predicts the first token
-    of each completion: several labels at one position. A label that several sequences share has the sum of their
-    weights. A loss is the sum of weight times cross entropy, divided by the sum of the weights of all ranks.
+    In a tree, such as a prompt with several completions, the prompt's last token predicts the first token of each
+    completion: several labels at one position. A label that several sequences share has the sum of their weights. A
+    loss is the sum of weight times cross entropy, divided by the sum of the weights of all ranks.
 
     A triple is (position, label, weight). Triples are sorted by position, and a copy of the positions stays on the CPU,
     so that the labels of a chunk of tokens are found without waiting for the device.
@@ -45,19 +45,19 @@ class LabelTriples:
         order = torch.argsort(positions, stable=True)
         self.shape = (int(shape[0]), int(shape[1]))
         """(B, T)"""
-        self.host = positions.long()[order]
-        """Copy of the positions, int64 [M], rising, that stays on the CPU."""
-        self.positions, self.labels, self.weights = self.host, labels.long()[order], weights.double()[order]
+        self.host_positions = positions.long()[order]
+        """Copy of the positions, int64 [M] in ascending order, that stays on the CPU."""
+        self.positions, self.labels, self.weights = self.host_positions, labels.long()[order], weights.double()[order]
         self.largest = int(self.labels.max()) if len(order) else -1
         """The largest label; -1 without labels."""
         self._check()
 
     def _check(self) -> None:
-        if not len(self.host):
+        if not len(self.host_positions):
             return
-        first, last, size = int(self.host[0]), int(self.host[-1]), self.shape[0] * self.shape[1]
+        first, last, size = int(self.host_positions[0]), int(self.host_positions[-1]), self.shape[0] * self.shape[1]
         if first < 0 or last >= size:
-            raise ValueError(f"positions run from {first} to {last}; {self.shape} tokens have 0 to {size - 1}")
+            raise ValueError(f"positions from {first} to {last} for {self.shape} tokens; they must be 0 to {size - 1}")
         if (smallest := int(self.labels.min())) < 0:
             raise ValueError(f"label {smallest}: labels count from 0; leave out positions that predict nothing")
         if not (self.weights.isfinite() & (self.weights >= 0)).all():
@@ -65,7 +65,7 @@ class LabelTriples:
 
     def __len__(self) -> int:
         """Number of labels, M."""
-        return len(self.host)
+        return len(self.host_positions)
 
     def __repr__(self) -> str:
         return f"LabelTriples({len(self)} labels of {self.shape} tokens)"
@@ -82,10 +82,12 @@ class LabelTriples:
         """Returns the labels of row `i` as a batch of one row. Call it before `to`, on CPU tensors."""
         tokens = self.shape[1]
         triples = self.within(i * tokens, (i + 1) * tokens)
-        return LabelTriples(self.host[triples] - i * tokens, self.labels[triples], self.weights[triples], (1, tokens))
+        return LabelTriples(
+            self.host_positions[triples] - i * tokens, self.labels[triples], self.weights[triples], (1, tokens)
+        )
 
     def within(self, first: int, stop: int) -> slice:
         """Returns the slice of the triples whose positions are `first` to `stop - 1`."""
         # The copy on the CPU is searched: reading `positions` from a GPU would wait for it.
-        bounds = torch.searchsorted(self.host, torch.tensor([first, stop])).tolist()
+        bounds = torch.searchsorted(self.host_positions, torch.tensor([first, stop])).tolist()
         return slice(*bounds)

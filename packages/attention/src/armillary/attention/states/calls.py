@@ -71,13 +71,13 @@ class Recurrence(NamedTuple):
 
     Args:
         checked_call: checks `StateOptions`, the layer's tensors and `initial_state`, and returns the call.
-        values: index of v [B, T, H, Dv] among the layer's tensors.
-        keys: index of k [B, T, K, Dk] among the layer's tensors.
+        value_index: index of v [B, T, H, Dv] among the layer's tensors.
+        key_index: index of k [B, T, K, Dk] among the layer's tensors.
     """
 
     checked_call: Callable[..., ScanCall]
-    values: int
-    keys: int
+    value_index: int
+    key_index: int
 
 
 RECURRENCES = {"gated_delta_rule": Recurrence(delta_rule_call, 2, 1), "ssd": Recurrence(ssd_call, 0, 3)}

@@ -67,7 +67,7 @@ def run_on_dtensors(
     state = None if initial_state is None else _local_part("initial_state", initial_state, first, state_placements)
     local_out, local_final = run_layer(layer, options, [local_inputs[name] for name in inputs], state)
     tensors, recurrence = list(inputs.values()), RECURRENCES[layer]
-    values, keys = tensors[recurrence.values], tensors[recurrence.keys]
+    values, keys = tensors[recurrence.value_index], tensors[recurrence.key_index]
     if axis is not None and axis.size > 1:  # `final` is replicated on the axis
         local_final = cast(Tensor, _GradientOfFirstRank.apply(local_final, axis.rank == 0))
     final_shape = (values.shape[0], values.shape[2], keys.shape[3], values.shape[3])

@@ -55,7 +55,7 @@ class ScanKey(NamedTuple):
     def empty_results(self, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Returns empty tensors with the shapes and dtype of the outputs and the final states."""
         recurrence, dtype = RECURRENCES[self.layer], state_dtype(inputs)
-        values, keys = inputs[recurrence.values], inputs[recurrence.keys]
+        values, keys = inputs[recurrence.value_index], inputs[recurrence.key_index]
         batch, _, heads, width = values.shape
         return [
             values.new_empty(values.shape, dtype=dtype),
@@ -73,7 +73,7 @@ def trace_scan(
     if kernel is not None and not isinstance(kernel, str):
         raise ValueError(f"torch.compile takes the name of a kernel; got {kernel}")
     axis = None if options.axis is None else traced_axis(options.axis)
-    channels = inputs[RECURRENCES[layer].keys].shape[3]
+    channels = inputs[RECURRENCES[layer].key_index].shape[3]
     key = ScanKey(
         layer,
         "" if axis is None else axis.name,

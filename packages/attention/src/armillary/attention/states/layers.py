@@ -49,14 +49,16 @@ def gated_delta_rule(
 
     Returns:
         (o [B, T, H, Dv], final [B, H, Dk, Dv]): final is the state after the last token of each row, on every rank. The
-        gradients that ranks pass for it are summed. States are float32, or float64 if any input is. For DTensors see
+        gradients that ranks pass for it are summed. States are float32, or float64 if an input
+        other than initial_state is. For DTensors see
         `states/dtensors.py`.
 
-    Bytes sent by each of P ranks, kind "all_gather": 4 H Dk (P - 1) (Dv states + Dk maps), with the numbers of states
-    and maps of the rank that has most; 8 instead of 4 for float64. Backward sends the gradients of the other ranks'
-    states and maps, kind "reduce_scatter". To count them, cut a rank's shard into runs at the boundaries of spans and
-    segments. The rank sends the state after a run if a run on another rank follows it, or if the row ends there. It
-    also sends a map with this state if the run follows a run of another rank, directly or through its own runs.
+    Bytes sent by each of P ranks, kind "all_gather": 4 H Dk (P - 1) (Dv n_states + Dk n_maps), where n_states and
+    n_maps are those of the rank that sends most, over all B rows; 8 instead of 4 for float64. Backward sends the
+    gradients of the other ranks' states and maps, kind "reduce_scatter". To count states and maps, cut a rank's shard
+    of each row into runs at the boundaries of spans and segments. The rank sends the state after a run if a run on
+    another rank follows it, or if the row ends there. It also sends a map with this state if the run follows a run of
+    another rank, directly or after further runs of its own.
 
     Raises:
         ValueError: arguments that do not fit each other; a striped layout, which puts adjacent tokens on different
@@ -80,7 +82,7 @@ def ssd(
     initial_state: Tensor | None = None,
     kernel: str | StateKernel | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """State space duality (Mamba-2, arXiv 2405.21060), without D x and gating.
+    """State space duality (Mamba-2, arXiv 2405.21060), without the layer's skip term and gate.
 
         h_t = exp(dt_t A) h_{t-1} + dt_t x_t Bm_t^T,    y_t = h_t Cm_t
 
@@ -96,7 +98,7 @@ def ssd(
     Returns:
         (y [B, T, H, D], final [B, H, D, Ns]).
 
-    Bytes sent: as `gated_delta_rule`, with 4 H (P - 1) (D Ns states + maps) in forward.
+    Bytes sent: as `gated_delta_rule`, with 4 H (P - 1) (D Ns n_states + n_maps) in forward.
 
     Raises:
         ValueError: as `gated_delta_rule`.
@@ -122,5 +124,5 @@ def _run(
         out, final = trace_scan(layer, options, list(inputs.values()), initial_state)
     else:
         out, final = run_layer(layer, options, list(inputs.values()), initial_state)
-    values = list(inputs.values())[RECURRENCES[layer].values]
+    values = list(inputs.values())[RECURRENCES[layer].value_index]
     return out.to(values.dtype), final

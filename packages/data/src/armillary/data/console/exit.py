@@ -1,4 +1,4 @@
-"""Exits of commands: an error that the user can correct is printed in one line on stderr and gives an exit code."""
+"""Exits of commands: an expected error is printed in one line on stderr and decides the exit code."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
-"""Exit codes: for invalid arguments or input; for a failure of the machine or another process; for ^C."""
+"""Exit codes: for invalid arguments or input; for work that failed or found no answer; for ^C."""
 
 REFUSALS = (ValueError, ImportError, OSError)
 """Errors raised for invalid arguments, unusable files and missing packages."""
 
 
 class DamagedInput(ValueError):
-    """A file that is read during the work is damaged."""
+    """A file is damaged. After the work has begun, a command may exit with `FAILED` for it, not `REFUSED`."""
 
 
 MACHINE_ERRORS = frozenset(
@@ -36,8 +36,8 @@ PEER_ERRORS = (TimeoutError, ConnectionError)
 def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) -> Generator[None]:
     """Context manager that prints an error of its block in one line and ends the process.
 
-    The exit code is 2 for errors in `REFUSALS`, or 1 if the machine or another process failed. Other errors are bugs
-    and keep their traceback, and so do all errors after the work has begun.
+    The exit code is 2 for errors in `REFUSALS`, or 1 if the machine or another process failed; 130 for ^C. Other errors
+    are bugs and keep their traceback, and so do the errors of `REFUSALS` after the work has begun.
 
     Args:
         is_started: returns True once the work has begun.
@@ -56,8 +56,8 @@ def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) 
 def exit_with(program: str, reason: str, code: int) -> None:
     """Prints the reason in one line and ends the process with exit code `code`.
 
-    Under torchrun the line is also recorded as this rank's error, which torchrun prints when all ranks have ended. So
-    only the first rank of each host prints it here, because most errors are the same on all ranks.
+    Under torchrun the line is also recorded as this rank's error, which torchrun prints when all ranks have ended. Most
+    errors are the same on all ranks, so only the first rank of each host prints a recorded line here too.
     """
     rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
     line = f"{rank}{program}: {one_line(reason)}"
@@ -68,7 +68,7 @@ def exit_with(program: str, reason: str, code: int) -> None:
 
 
 def record(line: str) -> bool:
-    """Writes a line to torchrun's error file of this rank; returns False if there is none.
+    """Writes a line to torchrun's error file of this rank; returns False if there is none or it cannot be written.
 
     torch's own `record` would write a traceback. torchrun prints the text after "traceback : ", so the line begins with
     a line break.

@@ -18,8 +18,8 @@ from armillary.attention.check import CheckBatch, StepOutput
 from armillary.core.testing import mesh
 from armillary.integrations.check.tiny import VOCABULARY, model_class
 
-SPREAD = 0.1
-"""Standard deviation of the noise that is added to all weights, so that weights that start at 0 or 1 matter too."""
+WEIGHT_NOISE = 0.1
+"""Standard deviation of the noise added to all weights, so that a mistake in weights initialized to 0 or 1 shows."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,12 @@ def new_model(architecture: Architecture) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=SPREAD)
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=WEIGHT_NOISE)
     layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
-    for module in (model, *layers):  # each layer too, because backward recomputes it outside of the model's forward
+    for module in (
+        model,
+        *layers,
+    ):  # each layer too: with checkpointing, backward calls it outside of the model's forward
         module.forward = _in_float64(module.forward)
     return model
 
@@ -92,9 +95,9 @@ def one_rank_step(model: nn.Module, batch: CheckBatch) -> StepOutput:
 
 def on_shards(architecture: Architecture) -> tuple[nn.Module, Any, Any]:
     """Returns the model, its step and the function that averages its gradients, on the ranks of a mesh."""
-    ranks = mesh(ring=architecture.ring, ulysses=architecture.ulysses)
-    attend = build_attention(architecture.method, ranks)
-    cp = ContextParallel(attend, ranks)
+    device_mesh = mesh(ring=architecture.ring, ulysses=architecture.ulysses)
+    attend = build_attention(architecture.method, device_mesh)
+    cp = ContextParallel(attend, device_mesh)
     model = cp.prepare(new_model(architecture))
     return model, partial(sharded_step, cp, attend.shard, architecture.is_causal_lm), cp.reduce_gradients
 

@@ -13,10 +13,14 @@ from armillary.models.layers.rope_scaling import RopeScaling, plain_frequencies
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """Cosines and sines of the angles by which RoPE rotates the heads of T tokens: [T, 1, D / 2].
+    """Cosines and sines of the angles by which RoPE rotates the heads of T tokens.
 
-    [B, T, 1, D / 2] if rows have different positions. They are multiplied by a scaling's amplitude. Dims i and
-    i + D / 2 of a head make a pair, as in Hugging Face's weights (in Meta's own weights, dims 2i and 2i + 1 do).
+    Dims i and i + D / 2 of a head make a pair, as in Hugging Face's weights (in Meta's own weights, dims 2i and 2i + 1
+    do).
+
+    Args:
+        cos, sin: [T, 1, D / 2], or [B, T, 1, D / 2] if rows have different positions; multiplied by
+            `RopeScaling.amplitude` if there is a scaling.
     """
 
     cos: Tensor
@@ -31,7 +35,7 @@ class RotaryEmbedding:
         dtype: torch.dtype,
         scaling: RopeScaling | None = None,
     ) -> RotaryEmbedding:
-        """Returns the rotation of pair i by position * theta^(-2i / D), or by position * frequency of a scaling.
+        """Returns cosines and sines of position * f_i for pair i; f_i is theta^(-2i / D), or the scaling's frequency.
 
         Args:
             positions: integers [T] or [B, T], up to 2^53 (exact in float64).

@@ -18,7 +18,7 @@ COLUMNS = (Column("one rank", text=True), Column("device (GiB)"), Column("host (
 
 
 def as_dict(result: MemoryResult) -> dict[str, Any]:
-    """Returns all figures as JSON values, sizes in bytes."""
+    """Returns all figures as JSON values. Sizes are in bytes, except for "plan", the options as they were given."""
     fields: dict[str, Any] = {
         "plan": asdict(result.options),
         "model": asdict(result.model),
@@ -65,7 +65,11 @@ def memory_rows(memory: StepMemory, room: Room) -> Iterator[list[str]]:
 
 
 def verdict(result: MemoryResult) -> Iterator[str]:
-    """Yields the lines that say whether the sequence fits, or what a longer one than the longest would need."""
+    """Yields whether the sequence fits, the estimate by formulas, and the time of the simulation.
+
+    With --max-context, instead of whether it fits: which memory limits the length, and how much a million tokens more
+    would need.
+    """
     room, memory = result.room, result.memory
     if result.fit is not None:
         longer = result.fit.longer
@@ -82,14 +86,15 @@ def verdict(result: MemoryResult) -> Iterator[str]:
 
 
 def policy_text(policy: Checkpointing) -> str:
-    """Describes a policy: "attention output of 25 blocks and 5 inputs on the host, of 1 block on the device"."""
+    """Describes a policy: "attention output of 25 blocks and 5 inputs on the host, but for the last block"."""
 
     def blocks(count: int) -> str:
         return f"{count} block{'' if count == 1 else 's'}"
 
     outputs = "" if policy.outputs is None else f" of {blocks(policy.outputs)}"
     inputs = "" if policy.inputs is None else f" and {policy.inputs} inputs"
-    on_device = f", of {blocks(policy.on_device)} on the device" if policy.on_device else ""
+    last_blocks = "block" if policy.on_device == 1 else blocks(policy.on_device)
+    on_device = f", but for the last {last_blocks}" if policy.on_device else ""
     return f"{policy.policy.replace('_', ' ')}{outputs}{inputs}{' on the host' if policy.offload else ''}{on_device}"
 
 

@@ -42,7 +42,7 @@ class DryRun:
         tokens_per_step: tokens of a step, over all ranks and micro-batches.
         flops: floating-point operations of a step, over all ranks.
         cuda: settings of CUDA and NCCL; None on the CPU.
-        kernels: the attention kernel, for each device.
+        kernels: the attention kernel on the run's device; for GPUs on a machine without one, that of each GPU family.
     """
 
     axes: dict[str, int]
@@ -63,10 +63,12 @@ class DryRun:
 
 
 def dry_run(config: Config, ranks: int | None = None, capability: Capability | None = None) -> DryRun:
-    """Returns shards and shapes of a run. Starts its own fake process group; needs no GPU.
+    """Returns the sizes of a run, from its model sharded on the meta device. Needs no GPU.
+
+    Starts its own fake process group.
 
     Args:
-        ranks: by default torchrun's, else the product of the axes.
+        ranks: by default torchrun's WORLD_SIZE; without torchrun, the product of the configured axes.
         capability: compute capability of the ranks' GPUs; by default as in `kernels_of`.
 
     Raises:
@@ -112,7 +114,7 @@ def checked_axes(config: Config, ranks: int | None) -> dict[str, int]:
     if ranks is None:
         # For a single rank `choose_axes` sets all axes that are not configured to 1.
         ranks = int(os.environ.get("WORLD_SIZE", prod(choose_axes(config, 1).values())))
-    elif not 1 <= ranks <= MOST_RANKS:
+    if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"--ranks {ranks}: must be at least 1 and at most {MOST_RANKS:,}")
     axes = choose_axes(config, ranks)
     check_axes(axes, ranks)
@@ -120,8 +122,10 @@ def checked_axes(config: Config, ranks: int | None) -> dict[str, int]:
 
 
 def vocabulary(config: Config) -> int:
-    """Returns V. Opens the data only if their paths are configured, or if neither a flag nor a folder sets V."""
-    # A pretrained folder has its own V, and `model_config` ignores this number.
+    """Returns V; 1 if a pretrained folder sets V and no data are configured, because `model_config` ignores it then.
+
+    Opens the data only if their paths are configured, or if neither a flag nor a folder sets V.
+    """
     size = config.model.vocab_size if config.model.pretrained is None else 1
     if size is not None and not config.data.path:
         return size
