@@ -77,9 +77,19 @@ def exchange(checkpoint: Path) -> None:
 def main() -> None:
     pythons = interpreters()
     print("Python", ", ".join(sorted(pythons)), flush=True)
+    processes: dict[str, subprocess.Popen[str]] = {}
+
+    def time_out(*_: object) -> None:
+        running = [version for version, process in processes.items() if process.poll() is None]
+        for version in running:
+            processes[version].kill()
+        sys.exit(f"no end after {TIMEOUT} s on Python {', '.join(running)}")
+
+    signal.signal(signal.SIGALRM, time_out)
     signal.alarm(TIMEOUT)
     with tempfile.TemporaryDirectory() as folder:
-        processes = {version: start(version, path, Path(folder, version)) for version, path in pythons.items()}
+        for version, path in pythons.items():
+            processes[version] = start(version, path, Path(folder, version))
         # Every Python starts once, because importing torch takes seconds. All save before any of them reads.
         replies = {version: process.stdout and process.stdout.readline() for version, process in processes.items()}
         for process in processes.values():
