@@ -138,7 +138,7 @@ def _locate(x: Tensor, boundaries: Boundaries | None) -> tuple[Tensor, Tensor]:
 
 def _check_within(x: Tensor, end: int) -> None:
     if x.numel() and int(x.max()) >= end:
-        raise ValueError(f"position {int(x.max())} lies in no document: the last one ends at {end}")
+        raise ValueError(f"position {int(x.max())} is beyond the end of the mask, {end}")
 
 
 def _in_prefix(x: Tensor, documents: Boundaries | None, prefixes: tuple[int, ...]) -> Tensor:

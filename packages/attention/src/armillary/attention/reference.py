@@ -1,6 +1,6 @@
-"""Attention by its formula, on one device, in float64: the oracle of all tests.
+"""Attention by its formula, on one device, in float64: the oracle of the tests.
 
-It shares no code with the methods and kernels. Even the rule of visible pairs is written twice
+It shares only checks of arguments with the methods and kernels. Even the rule of visible pairs is written twice
 (`oracle_visibility.py`).
 """
 
@@ -72,11 +72,11 @@ def reference_attention(
         return_lse: also return the log-sum-exp of the logits, sinks included.
 
     Returns:
-        out [B, T, H, Dv] in q's dtype; with `return_lse` also lse [B, T, H], -inf where a query sees nothing: float32,
-        or float64 for float64 inputs.
+        out [B, T, H, Dv] in q's dtype; with `return_lse` also lse [B, T, H], -inf where a query sees neither key
+        nor sink: float32, or float64 for float64 inputs.
 
     Raises:
-        ValueError: shapes or positions do not fit together, or an argument has another type.
+        ValueError: shapes, positions or mask do not fit together; an argument has another type or is out of range.
     """
     check_options(AttentionOptions(mask, scale=scale, softcap=softcap))
     are_plain_tensors(q, k, v, sinks)  # raises ValueError for values that are not dense tensors
@@ -98,12 +98,12 @@ def reference_attention(
     top = top.masked_fill(top == -torch.inf, 0)
     weights = (logits - top).masked_fill(~visible, 0).exp() * visible
     total = weights.sum(-1, keepdim=True) + (sink - top).exp().sum(-1, keepdim=True)
-    sees_key = total > 0
-    total = torch.where(sees_key, total, 1)
+    has_weight = total > 0  # False for a query that sees neither key nor sink
+    total = torch.where(has_weight, total, 1)
     out = einsum(weights / total, values, "b h t s, b s h d -> b t h d").to(q.dtype)
     if not return_lse:
         return out
-    lse = rearrange(torch.where(sees_key, top + total.log(), -torch.inf), "b h t 1 -> b t h")
+    lse = rearrange(torch.where(has_weight, top + total.log(), -torch.inf), "b h t 1 -> b t h")
     return out, lse.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
 
 

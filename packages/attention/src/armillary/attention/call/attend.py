@@ -19,11 +19,11 @@ from armillary.attention.call.validation import cast_for_autocast, check_call, c
 def attend(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out [B, T, H, Dv], lse [B, T, H]). lse is empty if it is not requested and would cost communication."""
+    """Returns (out [B, T, H, Dv], lse [B, T, H]). lse is empty if the call does not need it (`needs_lse`)."""
     if not q.dtype == k.dtype == v.dtype:  # outside of autocast `check_call` refuses them
         q, k, v = cast_for_autocast(q, k, v)
     if torch.compiler.is_compiling():
-        # Everything else is checked by the op when the graph runs, because a graph must not depend on Python objects.
+        # The op checks shapes, layout and mask when the graph runs, because a graph must not depend on Python objects.
         check_sinks(sinks, q.shape[-2], q.device)
         key = GraphKey.of(method, q.shape[-1], options)
         return trace_call(key, [q, k, v], head_sinks(sinks), options.mask.numbers)

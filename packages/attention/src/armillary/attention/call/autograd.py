@@ -1,4 +1,4 @@
-"""The pair of ops that runs forward and backward of every call, and the `autograd.Function`s around it.
+"""The ops that run forward and backward of a call, and the `autograd.Function`s around them.
 
 Because attention is an op, selective checkpointing can save its results instead of running it twice, and a compiled
 graph has no break. An op takes only tensors, numbers and strings, so the call comes as a key. In eager mode the key is
@@ -174,7 +174,7 @@ class Attention(torch.autograd.Function):
         ctx.count, ctx.projected = len(tensors), key.in_graph and len(key.numbers) > 5
         ctx.set_materialize_grads(False)  # so that an unused lse has the gradient None instead of zeros
         if ctx.projected:
-            # Backward recomputes q, k and v, and saves only x, out, lse and the tensors of the projections.
+            # Backward projects q, k and v again, so only x, out, lse and the tensors of the projections are saved.
             (local_lse,) = inner_tensors
             ctx.key_shape, saved, for_dsinks = [], (tensors[0], out, lse, *tensors[1:]), (out, local_lse, sinks)
         else:
@@ -222,8 +222,8 @@ class ProjectedAttention(torch.autograd.Function):
     """A call on hidden states x [B, T, E] in eager mode.
 
     Only forward is an op, whose results selective checkpointing can save. Backward is no op, because it runs the
-    projections under autograd, whose parameters may be DTensors or adapters. It saves the parameters as they are, not
-    a cast or unsharded copy, which would keep memory that FSDP frees.
+    projections under autograd, and their parameters may be DTensors or adapters. Forward saves the parameters as they
+    are, not a cast or unsharded copy, which would keep memory that FSDP frees.
     """
 
     @staticmethod

@@ -30,13 +30,13 @@ from armillary.core.observe.ledger import phase
 class AttentionCall:
     """A call of a method on q, k and v.
 
-    `forward` returns out [B, T, H, Dv] and lse [B, T, H], which is empty if it is not needed and would cost
-    communication (`needs_lse`). If the method redistributes its inputs, the tensors for `backward` follow. Results do
-    not share memory with inputs, as an op requires.
+    `forward` returns out [B, T, H, Dv] and lse [B, T, H], which is empty if it is not needed (`needs_lse`). If the
+    method redistributes its inputs, the tensors for `backward` follow. Results do not share memory with inputs, as an
+    op requires.
 
     Args:
         with_lse: True if the caller requests lse.
-        prefetched: the result of `prefetch_queries`, if queries are in flight already. `forward` removes it.
+        prefetched: empty, or the result of `prefetch_queries` if queries are in flight. `forward` removes it.
     """
 
     method: AttentionMethod
@@ -93,7 +93,7 @@ class ProjectedCall:
     Args:
         autocast: makes a context with the caller's autocast state. The op cannot read this state itself: under a
             dispatch mode, such as that of selective checkpointing, torch has turned autocast off.
-        draws: random numbers of the projections (dropout), which backward replays.
+        draws: random states of the projections (for dropout), which backward replays.
     """
 
     method: StagedMethod

@@ -25,7 +25,7 @@ def attend_dtensors(
     Placements: `Shard(1)` on the axes of the method, in the mesh's order. So rank r * U + u of `ring x ulysses` has
     chunk r * U + u of the tokens, which is shard r * U + u of the layout: a DTensor has its tokens in the order of the
     layout's shards. On other axes heads may be `Shard(2)` (tp), if the axis divides H and K, and the batch `Shard(0)`.
-    The gradient of a tensor is placed like the tensor.
+    The gradients of q, k and v are placed like them.
 
     Args:
         sinks: a local tensor [H] or [n, H] of this rank's heads; or a DTensor of all heads, `Shard` of its last dim on

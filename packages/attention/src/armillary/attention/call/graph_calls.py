@@ -1,4 +1,4 @@
-"""Rebuilds a call when a compiled graph runs the op: from its key and its tensors, with all checks of an eager call.
+"""Rebuilds a call when a compiled graph runs the op: from its key and its tensors, with the checks of `check_call`.
 
 The projections of a staged method are not traced. The op takes the registered number of the module that makes them
 (`Projector`), and calls it when the graph runs, with tensors that are inputs of the graph. The module uses its current
@@ -96,7 +96,7 @@ def rebuild_backward_call(
     if key.projected is not None:
         x, _, _, *projection_tensors = saved
         return rebuild_call(key, [x, *projection_tensors], mask_numbers)
-    # The call's own q, k and v may be freed. The checks read only shapes, which one expanded element can have.
+    # The call's own q, k and v may be freed. The checks read no values, so that one expanded element is enough.
     q, k, v, *_ = saved
     key_sizes = (dout.shape[0], *key_shape)
     like = ((dout.shape[:3], q), (key_sizes, k), (key_sizes, v))
@@ -147,7 +147,7 @@ def _check_projected(
     assert key.projected is not None
     method: Any = object_of(key.method)
     heads, key_heads, dim, _ = key.projected
-    # Checks read only shapes and dtypes: q and k are one expanded element, without memory.
+    # The checks read no values, so q and k are one expanded element.
     element = x.new_empty(1, dtype=key.autocast_dtype or x.dtype)
     q, k = (element.expand(*x.shape[:2], n, dim) for n in (heads, key_heads))
     return cast(StagedMethod, method), check_call(method, q, k, k, None, key.options(mask_numbers)), q

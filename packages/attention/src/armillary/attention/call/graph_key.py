@@ -34,7 +34,7 @@ AUTOCAST_DTYPES = {
 
 
 class OpKey(NamedTuple):
-    """The arguments of the ops that are not tensors, in the order of `OP_KEY_SCHEMA`.
+    """The arguments of the ops that describe a call, in the order of `OP_KEY_SCHEMA`.
 
     Args:
         call: registered number of the call in eager mode; -1 in a graph, where the other fields describe the call.
@@ -69,7 +69,7 @@ class GraphKey(NamedTuple):
         sides: `AttentionMask.sides`, three numbers.
         layout, key_layout: layouts as `SequenceLayout.text`; "" for None.
         kernel: its name; "" for None.
-        autocast: name of autocast's dtype for projections; "" if autocast is off.
+        autocast: name of autocast's dtype for projections (`autocast_name`).
         projected: the sizes of a call on hidden states; None for calls on q, k and v.
     """
 
@@ -165,12 +165,12 @@ class GraphKey(NamedTuple):
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """Autocast's dtype for projections when the op was called; None if autocast was off."""
+        """Autocast's dtype for projections when the call was traced; None for `autocast` ""."""
         return AUTOCAST_DTYPES[self.autocast]
 
 
 def autocast_name(x: Tensor) -> str:
-    """Returns the name of autocast's dtype for projections of x; "" if autocast is off."""
+    """Returns the name of autocast's dtype for projections of x; "" if autocast is off or x is float64."""
     device_type = x.device.type
     if not torch.is_autocast_enabled(device_type) or x.dtype == torch.float64:
         return ""

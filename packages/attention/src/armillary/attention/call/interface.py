@@ -20,7 +20,7 @@ from armillary.core import Axis, SequenceLayout
 
 
 class AttentionMethod(ABC):
-    """Exact attention over a sequence that is sharded over the ranks of one or two mesh axes.
+    """Exact attention over a sequence that is sharded over the ranks of the method's mesh axes.
 
     Required: `shards`, `shard`, `sequence_shards`, `forward` and `backward`.
     """
@@ -30,7 +30,7 @@ class AttentionMethod(ABC):
     shard: int
     """Index of this rank's shard."""
     sequence_shards: int
-    """Ranks on the sequence axis (P). Fewer than `shards` if a head axis divides the shards further."""
+    """Ranks on the sequence axis or axes (P). Fewer than `shards` if a head axis divides the shards further."""
     redistributes_inputs: bool = False
     """True if `forward` saves other tensors than q, k, v, out and lse of this rank's own tokens."""
     projects_in_stages: bool = False
@@ -47,7 +47,7 @@ class AttentionMethod(ABC):
     registered_id: int
     """Number under which a compiled graph finds the method (`call/registered.py`)."""
     spec_cache: BoundedCache[tuple[tuple[Hashable, ...], AttentionOptions], AttentionSpec]
-    """Checked calls, by shapes, dtypes and options."""
+    """Specs of checked calls, by `call_properties` and options."""
     planned_specs: BoundedCache[tuple[Hashable, ...], AttentionSpec]
     """Specs that `plan_ahead` prepared, by their values."""
 
@@ -125,7 +125,7 @@ class AttentionMethod(ABC):
 
 
 class StagedMethod(AttentionMethod):
-    """A method that projects q, k and v a few heads at a time (UPipe) and saves only hidden states, out and lse."""
+    """A method that projects q, k and v a few heads at a time (UPipe), and then saves only x, out and lse."""
 
     projects_in_stages = True
 

@@ -70,10 +70,10 @@ class RNGReplay:
 
 
 def rng_state(device: torch.device) -> Tensor:
-    """Returns the state of the device's random number generator, in host memory."""
+    """Returns the state of a CUDA device's random number generator, else of the CPU's, in host memory."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def set_rng_state(state: Tensor, device: torch.device) -> None:
-    """Sets the state of the device's random number generator."""
+    """Sets the state of the random number generator that `rng_state` reads."""
     torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)

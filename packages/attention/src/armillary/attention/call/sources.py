@@ -197,7 +197,7 @@ class Projected(QKVSource):
 
 
 def select_heads(x: Tensor, heads: Heads, dim: int = 2) -> Tensor:
-    """Returns some heads of x along `dim`: a view if they are evenly spaced, otherwise a copy."""
+    """Returns some heads of x along `dim`: a view if they rise in equal steps, otherwise a copy."""
     return concatenate([_view(x, run, dim) for run in head_slices(tuple(heads))], dim)
 
 

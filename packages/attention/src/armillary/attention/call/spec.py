@@ -21,7 +21,7 @@ class Saved(NamedTuple):
     """The tensors saved for the backward of a method: q [B, T, H, D], k [B, S, K, D], v [B, S, K, Dv], out [B, T, H,
     Dv] and lse [B, T, H] over all keys.
 
-    A method with an inner method saves the tensors of the inner one: Ulysses saves head shards.
+    If the method redistributes its inputs, these are the inner method's tensors: Ulysses saves head shards.
     """
 
     q: Tensor
@@ -44,7 +44,7 @@ class AttentionOptions(NamedTuple):
 
 
 class ProjectedArguments(TypedDict):
-    """The keyword arguments of `Method.projected`."""
+    """The keyword arguments of `Method.projected` except `sinks`."""
 
     mask: AttentionMask
     layout: NotRequired[SequenceLayout | None]

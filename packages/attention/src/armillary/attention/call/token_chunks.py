@@ -15,7 +15,7 @@ MAX_CHUNKS = 64
 
 
 def chunks(tokens: int, size: int | None = None) -> list[slice]:
-    """Returns consecutive slices of `size` tokens, the last one shorter; at least one slice, which may be empty.
+    """Returns consecutive slices of `size` tokens; the last one may be shorter. One empty slice for no tokens.
 
     Args:
         size: number of tokens of a chunk. By default `MIN_TOKENS`, or more if that would make over `MAX_CHUNKS` chunks.
