@@ -6,7 +6,8 @@ inputs       properties of an attention call that the choice of a kernel depends
 limits       the inputs that a kernel supports, as data
 efficiency   published speed
 choice       the list of kernels and the choice
-flash        base of the FlashAttention kernels        windows  a tile's band as FlashAttention's window
+flash        base of the FlashAttention kernels for CUDA
+windows      a tile's band as FlashAttention's window
 top_left     base of kernels that only support full rectangles and causal squares
 packing      small tiles in one call with variable lengths
 batched      small tiles of one shape in one call, as rows of a batch

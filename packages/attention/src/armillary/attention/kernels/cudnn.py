@@ -35,7 +35,7 @@ DENSE = Dense()
 
 @dataclass(frozen=True)
 class Cudnn(PackingKernel, TopLeft):
-    """torch's op takes [B, H, T, D], with fewer key heads than query heads, and returns lse [B, H, T, 1] in float32.
+    """torch's op takes [B, H, T, D], with as many key heads or fewer, and returns lse [B, H, T, 1] in float32.
 
     cuDNN builds a graph per shape and memory layout, which torch caches. In older releases of torch the cache key lacks
     the layouts of out, dout and lse, so these are always made contiguous.

@@ -20,11 +20,11 @@ from armillary.core import accumulation_dtype
 
 @dataclass(frozen=True)
 class Dense(Batched):
-    """Computes scores [B, H, t, S] in blocks of t rows. For small tiles, and for inputs that no flash kernel supports.
+    """Computes scores [B, H, t, S] in blocks of t rows. For inputs that no other kernel supports, and single tokens.
 
     Args:
-        score_bytes: maximum bytes of a block's scores, unless a single row has more. Backward has four tensors of this
-            size.
+        score_bytes: maximum bytes of a block's scores, unless a single row has more. Backward has five tensors of this
+            size at its peak, or six with a softcap.
     """
 
     name: str = "dense"

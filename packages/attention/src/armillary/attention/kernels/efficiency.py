@@ -1,7 +1,8 @@
 """The published share of an accelerator's peak that each kernel attains, for the choice of kernels and the planner.
 
-A share is attained TFLOPS over the accelerator's dense peak in 16 bits, for head dim 128 and 16k tokens. Only visible
-pairs count: 4 D FLOPs per pair in forward (2 products of D multiply-adds), 10 D in backward (5 products).
+A share is attained TFLOPS over the accelerator's dense peak in 16 bits: of FlashAttention-3 for head dim 128 and 16k
+tokens, of other papers the best. Only visible pairs count: 4 D FLOPs per pair in forward (2 products of D
+multiply-adds), 10 D in backward (5 products).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 TOKENS = 16 * 1024
-"""Sequence length of the published timings."""
+"""Sequence length of FlashAttention-3's timings."""
 
 
 class Efficiency(NamedTuple):
@@ -54,7 +55,7 @@ EFFICIENCY = {
     ("flash_attn_2", 8): AMPERE_FA2,
     ("cuda_flash", 8): AMPERE_FA2,
 }
-"""Published figures, by kernel and major compute capability. In FlashAttention-4's paper cuDNN is 1.3 times slower."""
+"""Figures by kernel and major compute capability. In FlashAttention-4's paper cuDNN is 1.3 times slower."""
 
 PERSISTENT = frozenset({"flash_attn_3"})
 """Kernels whose forward occupies every multiprocessor until it ends. FA3's `hopper/flash_fwd_launch_template.h` starts

@@ -1,4 +1,4 @@
-"""Installed modules and the parameters of their functions, looked up once and without importing the modules."""
+"""Installed modules, found without importing them, and the parameters of functions. Each is looked up once."""
 
 from __future__ import annotations
 

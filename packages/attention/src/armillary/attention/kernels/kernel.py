@@ -58,7 +58,7 @@ class Kernel(Protocol):
     name: str
     """Value of the argument `kernel` of a call that selects this kernel."""
     limits: ClassVar[Limits] = Limits()
-    """The inputs that the kernel supports; by default all."""
+    """The inputs that the kernel supports; by default all without softcap."""
 
     def refuses(self, inputs: Inputs) -> str | None:
         """Returns the reason why the kernel does not support these inputs; None if it does. By default by `limits`."""

@@ -15,7 +15,7 @@ from armillary.attention.mask import Window
 from armillary.core import compat, to_device
 
 MIN_SINGLE_TOKENS = 4096
-"""A piece with this many tokens or more is not packed."""
+"""A piece with this many queries or keys, over all its rows, is not packed."""
 MAX_PACKED_TOKENS = 65536
 """A pack with this many tokens takes no more pieces, which bounds the memory of the copies."""
 
