@@ -14,7 +14,7 @@ from armillary.attention.planning.comm_plan import Role
 
 
 class MethodOptions(NamedTuple):
-    """The options of all methods, apart from axes and inner methods. A method uses some of them."""
+    """The options that may accompany the name of a method. A method uses some of them."""
 
     heads_per_stage: int | None = None
     team: int | None = None
@@ -31,9 +31,9 @@ class Entry:
     """Entry of a method on the sequence axis or on the head axis.
 
     Args:
-        method: the class. Called with its mesh axes, on the head axis also with the inner method, and with the options
-            as keyword arguments.
-        plan: class of the communication plan. Called with the options as keyword arguments.
+        method: the class, or a function that constructs the method. Called with its mesh axes, on the head axis also
+            with the inner method, and with the options as keyword arguments.
+        plan: class of the plan. Called with the options and the method's name as keyword arguments.
         options: names of the fields of `MethodOptions` that method and plan take.
         mesh_options: names of the fields that only the plan takes, because the method reads them from its mesh.
         defaults: function of the number of ranks on the method's axis, which returns values for options that are None.

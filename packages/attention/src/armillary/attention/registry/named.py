@@ -40,7 +40,8 @@ def build_attention(
         name: "local"; on the sequence axis `ring`: "ring", "token_ring", "wallfacer" or "all_gather"; on the axes
             `nodes` and `devices` instead of `ring`: "ring+ring" or "ring+token_ring"; on the head axis `ulysses`:
             "ulysses" or "upipe"; or a head method around a sequence method, such as "upipe+wallfacer" or
-            "ulysses+ring+token_ring". "usp" is "ulysses+ring". On a sequence axis of one rank the method is `Local`.
+            "ulysses+ring+token_ring". "usp" is "ulysses+ring". On a sequence axis of one rank the sequence method is
+            `Local`; on a head axis of one rank "ulysses" is left out.
         heads_per_stage: query heads per stage of UPipe, over all ranks of the head axis. By default one per rank, which
             takes the least memory.
         team, placement: arguments of WallFacer. By default the largest team that fits.
@@ -48,7 +49,7 @@ def build_attention(
 
     Raises:
         ValueError: the name is unknown, an axis with more than one rank is not used, an option belongs to another
-            method, or the mesh lacks an axis of the method.
+            method or has a wrong value, or the mesh lacks `ulysses` or an axis of the method.
     """
     return named_method(name, MethodOptions(heads_per_stage, team, placement, backward)).build(mesh)
 
@@ -95,7 +96,7 @@ class NamedMethod:
     options: MethodOptions = DEFAULT_OPTIONS
 
     def __str__(self) -> str:
-        """Returns the name and the options that differ from the default, such as "wallfacer C=2 p2p_intra"."""
+        """Returns the name and options that differ from the default, without `backward`: "wallfacer C=2 p2p_intra"."""
         options = self.options
         team = "" if options.team is None else f" C={options.team}"
         placement = "" if options.placement == "collect_intra" else f" {options.placement}"
@@ -210,7 +211,7 @@ def named_method(name: str, options: MethodOptions = DEFAULT_OPTIONS) -> NamedMe
 
 
 def names() -> list[str]:
-    """Returns every name of `build_attention` and `build_comm_plan`."""
+    """Returns the names of `build_attention` and `build_comm_plan`."""
     pairs = [f"{head}+{sequence}" for head in HEAD_METHODS for sequence in SEQUENCE_METHODS]
     return ["local", *SEQUENCE_METHODS, *HEAD_METHODS, *ALIASES, *pairs]
 

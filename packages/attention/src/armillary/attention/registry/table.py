@@ -59,7 +59,7 @@ def node_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
 
 
 def fewest_nodes(ranks: int) -> MethodOptions:
-    """Returns the smallest number of nodes above 1 that divides the ranks."""
+    """Returns the smallest number of nodes above 1 that divides the ranks; 1 for one rank."""
     return MethodOptions(nodes=next((n for n in range(2, ranks + 1) if ranks % n == 0), 1))
 
 

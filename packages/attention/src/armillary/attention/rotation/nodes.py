@@ -44,7 +44,7 @@ class NodeRings:
         nodes: number of nodes.
         devices: number of devices of a node.
         rotating_side: the side that rotates between nodes.
-        layout, key_layout: layouts over all ranks, those of all devices of all nodes.
+        layout, key_layout: layouts over all devices of all nodes.
         grid: visible pairs of each node and each rotating shard. The stationary shards of a node are one shard here.
     """
 

@@ -54,7 +54,7 @@ class DirectStep(NamedTuple):
     """Tokens of one step whose results return directly to the owner of their shard, instead of around the ring.
 
     Args:
-        visible_tokens: indices in the rotating shard of the tokens in a visible pair on this rank.
+        visible_tokens: indices in the rotating shard of the tokens in a visible pair on this rank; all at step 0.
         packed_tokens: the same tokens, as packed indices.
         returned_tokens: indices in this rank's own shard of the tokens that are in a visible pair on the rank where the
             shard is. That rank sends their results to this one.
@@ -84,7 +84,7 @@ class RotatingShard:
     def take(self, packed_tokens: TokenRanges | None) -> tuple[Tensor, ...]:
         """Returns the tokens with these packed indices; for None all tensors as they are.
 
-        Views if the tokens are one run, otherwise copies.
+        Views if the tokens are at most one run, otherwise copies.
         """
         if packed_tokens is None or packed_tokens.count == self.token_ranges.count:
             return self.tensors

@@ -1,4 +1,4 @@
-"""Attention of one block: the queries of one shard and the keys of another."""
+"""Attention of one block: the queries of one shard over the keys of one shard."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class BlockAttention:
         kernel: computes the calls.
         scores: softmax scale and softcap. The scale is positive, as kernels require.
         sign: sign of the scale that the caller passed; q and dq are multiplied by it (`Scores.sign`).
-        calls: one call per tile, each on a part of q and a part of k, v.
+        calls: one per tile and run of heads, each on a part of q and a part of k, v.
     """
 
     query: int

@@ -49,7 +49,7 @@ class CachesDerived:
 class Grid(CachesDerived):
     """The blocks of a call: each query shard of `layout` against each key shard of `key_layout`, under a mask.
 
-    Values derived from these three are cached (`cached`), and the newest grids themselves are (`grid_of`).
+    A grid caches the values derived from these three (`cached`), and `grid_of` caches the newest grids.
     """
 
     def __init__(self, layout: SequenceLayout, key_layout: SequenceLayout, mask: AttentionMask) -> None:
@@ -58,7 +58,7 @@ class Grid(CachesDerived):
 
     @property
     def rows(self) -> range:
-        """The rows of the batch that differ in their masks: all rows if the mask has one per row, otherwise row 0."""
+        """Rows of the batch with different tiles: all if rows have their own masks or documents, otherwise row 0."""
         return range(self.mask.batch or 1)
 
     def visible(self, query: int, key: int) -> VisibleTokens:

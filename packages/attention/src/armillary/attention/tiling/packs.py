@@ -1,7 +1,7 @@
 """Packs of small kernel calls: which calls are packed together, and the indices of their tokens.
 
-The calls of a pack become one: their tokens are copied into one tensor, one varlen kernel call computes them, and one
-merge adds their results. So a block with thousands of documents launches few kernels.
+The calls of a pack become one: their tokens are copied into one tensor, one kernel call computes them, and one merge
+adds their results. So a block with thousands of documents launches few kernels.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SingleCall(NamedTuple):
 
 
 class PackedCall(NamedTuple):
-    """A varlen kernel call on several sequences of queries and keys. No token is in two of them."""
+    """A kernel call on several sequences of queries and keys. No token is in two of them."""
 
     queries: PackedTokens
     keys: PackedTokens

@@ -1,7 +1,7 @@
 """Tiles of a shard: the intersections of a mask's slices with spans of queries and spans of keys, in NumPy.
 
 A slice is a band on positions: query i sees key j iff low <= j - i <= high. Its intersection with a span of queries and
-a span of keys is one tile if both spans have the same step, because bounds on positions are then bounds on local
+a span of keys is at most one tile if both have the same step, because bounds on positions are then bounds on local
 indices. Masks of many documents have thousands of slices, so each function computes all intersections at once in
 arrays.
 """

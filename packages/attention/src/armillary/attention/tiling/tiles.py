@@ -1,8 +1,8 @@
-"""The tiles of a pair of shards under a mask: as few kernel calls as possible. Pure: no process group, no tensors.
+"""The tiles of a pair of shards under a mask, joined into few kernel calls. Pure: no process group, no tensors.
 
 A tile is a *band* on a rectangle of local indices: query a (a row) sees key b (a column) iff low <= b - a <= high. A
 full rectangle has no bounds; a causal square has high = 0. Two spans of equal step under a causal or window mask give
-one tile. Adjacent tiles whose union is a band are joined.
+at most one tile. Adjacent tiles whose union is a band are joined.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
     Args:
         queries: the spans of the query shard, in local order.
         keys: the spans of the key shard, in local order.
-        row: row of the batch; it matters only if the mask has one mask per row.
+        row: row of the batch; it matters only if rows have their own masks or documents.
     """
     if not queries or not keys:  # such as an empty key/value cache
         return ()
