@@ -1,6 +1,6 @@
 """Private interfaces of torch, and public ones that differ between the supported releases (>= 2.11).
 
-Other modules call torch's private functions only through this module, the one place to change for a new release.
+This is the first place to change for a new release of torch.
 """
 
 from __future__ import annotations

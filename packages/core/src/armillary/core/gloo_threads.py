@@ -17,7 +17,7 @@ PAUSE, LIMIT = 0.01, 10.0
 
 @atexit.register
 def wait_for_gloo_threads() -> None:
-    """Waits until the threads of all gloo groups sleep. Linux only.
+    """Waits until the threads of all gloo groups sleep, at most `LIMIT` seconds. Linux only.
 
     After a collective, gloo's thread first wakes the caller and then drops the tensors, for which it needs the GIL. If
     Python exits in between, it ends the thread that requests the GIL, in the middle of torch's destructors: the process

@@ -24,8 +24,8 @@ def sum_gradients(model: nn.Module) -> None:
     dim, or as two for HSDP.
 
     Raises:
-        ValueError: no module is under FSDP2, a trainable parameter is not, a module is under FSDP1, or the model is a
-            DDP model that already has a communication hook.
+        ValueError: `model` is not a module, none of its modules is under FSDP2, a trainable parameter is not, a module
+            is under FSDP1, or the model is a DDP model that already has a communication hook.
     """
     if not isinstance(model, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"{type(model).__name__} is not a model: pass the nn.Module with the parameters")
@@ -58,7 +58,7 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
     Parameters may be local tensors, the same on every rank, and DTensors on one mesh or on several.
 
     Returns:
-        The norm of all gradients over all ranks before scaling, a tensor without dims in a gradient's dtype.
+        The norm of all gradients over all ranks before scaling, a tensor without dims in the first gradient's dtype.
 
     Raises:
         ValueError: no parameter has a gradient.

@@ -34,18 +34,19 @@ class SequenceLayout:
     """A partition of positions 0..length-1 over shards, as the spans of each shard in local order.
 
     Args:
-        spans: for each shard, its runs of positions (step >= 1) in local order. Together they must cover every position
-            once, and no shard may be empty. Adjacent runs are joined.
+        spans: for each shard, its ranges of positions (step >= 1) in local order. Together they must cover every
+            position once, and no shard may be empty. A span that continues the previous one is joined to it.
 
     Raises:
-        ValueError: missing or repeated positions, an empty shard, a step below 1, spans that are not ranges.
+        ValueError: missing or repeated positions, no shard or an empty one, a step below 1, spans that are not ranges,
+            a position above 2^63 - 1.
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
     __slots__ = ("_hash", "length", "sizes", "spans_by_shard", "text")
 
     spans_by_shard: tuple[Spans, ...]
-    """The runs of positions of each shard, in local order."""
+    """The spans of each shard, in local order."""
     sizes: tuple[int, ...]
     """Number of tokens of each shard."""
     length: int
@@ -75,12 +76,12 @@ class SequenceLayout:
             if not spans:
                 raise ValueError(f"shard {shard} of {self.shards} has no positions; every shard needs at least one")
         # Together the spans must start at 0 and have no gap. `missing_position` also refuses repeated positions.
-        runs = [span for spans in self.spans_by_shard for span in spans]
-        first = min(span[0] for span in runs)
+        all_spans = [span for spans in self.spans_by_shard for span in spans]
+        first = min(span[0] for span in all_spans)
         if first != 0:
             raise ValueError(f"positions must start at 0; the smallest one here is {first}")
-        if (gap := missing_position(runs)) is not None:
-            raise ValueError(f"no shard has position {gap} of {max(span[-1] for span in runs) + 1}")
+        if (gap := missing_position(all_spans)) is not None:
+            raise ValueError(f"no shard has position {gap} of {max(span[-1] for span in all_spans) + 1}")
 
     def __repr__(self) -> str:
         shards = "; ".join(", ".join(map(span_text, spans)) for spans in self.spans_by_shard[:8])
@@ -131,13 +132,13 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """Returns a layout that balances attention work under a mask and sends few bytes around a ring.
 
-        A document that fits on a shard is not cut; a longer one is cut over as few consecutive shards as possible. No
+        If possible, a document that fits on a shard is not cut, and a longer one is cut over few consecutive shards. No
         shard has more than 1.10 times the mean number of tokens, or of the (query, key) pairs that `balanced_by`
         counts. Zigzag, contiguous and a layout that cuts no document are candidates too: if one of these is within 1.10
         as well, the result sends at most as many bytes.
 
         With `send_cost=0`, or if no layout reaches 1.10, bytes are ignored: sizes differ by at most one token, and
-        pairs are as even as possible, counted both by queries and by keys.
+        pairs, counted both by queries and by keys, are within 1.02 times the mean if possible.
 
         Args:
             window: (left, right), each None or at least 0, as in an attention mask.
@@ -150,8 +151,8 @@ class SequenceLayout:
                 "keys": those of its keys, as when queries rotate; "both": each of the two counts is balanced.
 
         Raises:
-            ValueError: documents that do not rise from 0 to `length`, a negative window, `mask` together with another
-                mask argument, a negative `send_cost`, an unknown `balanced_by`.
+            ValueError: documents that do not rise from 0 to `length`, an invalid window, `mask` together with another
+                mask argument, a negative `send_cost`, an unknown `balanced_by`, `length`^2 times rows of 2^63 or more.
         """
         length, shards = _check_sizes(length, shards)
         send_cost = SEND_COST if send_cost is None else number("send_cost", send_cost)
@@ -182,7 +183,7 @@ class SequenceLayout:
         return len(self.spans_by_shard)
 
     def spans(self, shard: int) -> Spans:
-        """Returns the runs of positions of `shard`, in local order."""
+        """Returns the spans of `shard`, in local order."""
         if not 0 <= integer("shard", shard) < self.shards:
             raise ValueError(f"shard {shard} is not one of the {self.shards} shards 0..{self.shards - 1}")
         return self.spans_by_shard[shard]

@@ -72,6 +72,7 @@ def build_mesh(
         ValueError: an axis below 1, axes whose product is not the world size, a device type without a backend or
             without a device on this machine, an invalid timeout, an unknown name in `high_priority`, or `max_ctas`
             below 1. Raised before any communication.
+        TimeoutError, torch.distributed.DistError: as `start_process_group`.
     """
     # Checked before the rendezvous: a rank that raises after it would leave the other ranks waiting.
     arguments = zip(ALL_AXES, (pipe, replicate, shard, nodes, devices, ring, ulysses, tp), strict=True)
@@ -146,7 +147,7 @@ def start_process_group(
 
     Raises:
         ValueError: a device type without a backend, or without a device on this machine; an invalid time-out.
-        TimeoutError: other ranks did not arrive.
+        TimeoutError, or torch.distributed.DistError where torchrun provides no store: other ranks did not arrive.
     """
     device_backend = backend_of(device_type)
     check_timeout(timeout)

@@ -31,7 +31,7 @@ def distribute_sequence(
 ) -> DTensor:
     """Returns the DTensor of a tensor that all ranks have: `Shard(dim)` on the sequence axes, in the order of `layout`.
 
-    On sequence axes of P x U ranks, rank (r, u) holds `layout.take(x, r * U + u, dim)`. On all other axes the result is
+    On sequence axes of P x U ranks, rank (r, u) holds shard r * U + u of the layout. On all other axes the result is
     `Replicate`; `redistribute` can shard it by batch or heads there without communication. `gather_sequence` returns
     `x`, `full_tensor()` its tokens in shard order. Forward does not communicate.
 
@@ -141,7 +141,8 @@ def gather_sequence(
     Bytes sent: those of torch's `redistribute`, one axis after another, innermost first. No `CommLedger` counts them.
 
     Raises:
-        ValueError: not a DTensor, an unknown dim, or a layout whose shards have other sizes than DTensor's chunks.
+        ValueError: not a DTensor, a dim that is unknown or has another size than N, or a layout whose shards have other
+            sizes than DTensor's chunks.
     """
     if not isinstance(x, DTensor):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"x is a {type(x).__name__}; a DTensor is needed (layout.join takes local tensors)")

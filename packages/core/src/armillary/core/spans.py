@@ -1,4 +1,4 @@
-"""Spans, the runs of positions of a shard: how they are joined, cut and checked for gaps."""
+"""Spans, the ranges of positions of a shard: how they are joined, cut and checked for gaps."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ MAX_POSITION = 2**63 - 1
 """Largest position: positions are 64-bit integers."""
 
 Spans = tuple[range, ...]
-"""Runs of positions in local order. A run may have a step: `range(1, 16, 4)` is 1, 5, 9, 13."""
+"""Ranges of positions in local order. A span may have a step: `range(1, 16, 4)` is 1, 5, 9, 13."""
 
 
 def join_spans(spans: Iterable[range]) -> Spans:
-    """Returns the same positions in the same order, as few runs without empty ones.
+    """Returns the same positions in the same order, without empty spans.
 
-    A run is joined to the previous one if it continues with the same step.
+    A span that continues the previous one with the same step is joined to it.
 
     Raises:
         ValueError: a span is not a range, has a step below 1, or reaches beyond `MAX_POSITION`.
     """
-    runs: list[range] = []
+    joined_spans: list[range] = []
     for span in spans:
         if not isinstance(span, range):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
             raise ValueError(f"span {span!r}: a shard is a list of ranges, such as [range(0, 8), range(24, 32)]")
@@ -33,15 +33,15 @@ def join_spans(spans: Iterable[range]) -> Spans:
             raise ValueError(f"{span}: positions are counted up to 2^63 - 1")
         # One form for equal positions: the stop is one past the last position, and a single position has step 1.
         span = range(span[0], span[-1] + 1, span.step if len(span) > 1 else 1)
-        if runs and (union := _join(runs[-1], span)) is not None:
-            runs[-1] = union
+        if joined_spans and (union := _join(joined_spans[-1], span)) is not None:
+            joined_spans[-1] = union
         else:
-            runs.append(span)
-    return tuple(runs)
+            joined_spans.append(span)
+    return tuple(joined_spans)
 
 
 def _join(a: range, b: range) -> range | None:
-    """Returns `a` followed by `b` as one run, or None if they do not form one."""
+    """Returns `a` followed by `b` as one span, or None if they do not form one."""
     step = a.step if len(a) > 1 else b.step
     same_step = len(b) == 1 or b.step == step
     return range(a.start, b[-1] + 1, step) if same_step and b.start == a[-1] + step else None
@@ -52,35 +52,35 @@ def span_text(span: range) -> str:
     return f"{span.start}:{span.stop}" + (f":{span.step}" if span.step > 1 else "")
 
 
-def missing_position(runs: Sequence[range]) -> int | None:
-    """Returns the smallest position that no run has, up to the largest position of all runs; None if there is no gap.
+def missing_position(spans: Sequence[range]) -> int | None:
+    """Returns the smallest position that no span has, up to the largest one of all spans; None if there is no gap.
 
-    Takes time in proportion to the number of runs, not to their lengths.
+    The time depends on the number of spans and the ratios of their steps, not on their lengths.
 
     Raises:
-        ValueError: two runs hold the same position.
+        ValueError: two spans hold the same position.
     """
-    # Split all runs into pieces of one common step. A piece has positions of one remainder modulo `step`. Sorted by
+    # Split all spans into pieces of one common step. A piece has positions of one remainder modulo `step`. Sorted by
     # remainder and position, the pieces of each remainder must follow each other without gaps.
-    step = lcm(*(span.step for span in runs))
-    pieces = sorted((run[0] % step, run[0], run[-1], i) for i, span in enumerate(runs) for run in _split(span, step))
+    step = lcm(*(span.step for span in spans))
+    pieces = sorted((x[0] % step, x[0], x[-1], i) for i, span in enumerate(spans) for x in _split(span, step))
     expected, gaps = dict[int, int](), list[int]()  # `expected`: for each remainder the first position not yet covered
     for remainder, first, last, i in pieces:
         next_position = expected.get(remainder, remainder)
         if first < next_position:
-            raise ValueError(f"{runs[i]} has a position that another span of the layout has too")
+            raise ValueError(f"{spans[i]} has a position that another span of the layout has too")
         if first > next_position:
             gaps.append(next_position)
         expected[remainder] = last + step
     # Remainders whose pieces end too early, and the first remainder without pieces.
-    end = max(span[-1] for span in runs)
+    end = max(span[-1] for span in spans)
     gaps += [next_position for next_position in expected.values() if next_position <= end]
     gaps += islice((r for r in range(min(step, end + 1)) if r not in expected), 1)
     return min(gaps, default=None)
 
 
 def _split(span: range, step: int) -> Iterable[range]:
-    """Returns the positions of the span as runs with step `step`, which is a multiple of the span's step."""
+    """Returns the positions of the span as pieces with step `step`, which is a multiple of the span's step."""
     times = step // span.step
     return (span[i::times] for i in range(min(times, len(span)))) if times > 1 else (span,)
 

@@ -71,7 +71,7 @@ class TokenRanges:
         """Returns these tokens of `x`, packed: x itself for all tokens, a view for one run or none, otherwise a copy.
 
         Args:
-            out: tensor that receives a copy; by default a new one.
+            out: tensor that receives the copy, if one is made; by default a new one.
         """
         if self.count == x.shape[1]:
             return x

@@ -107,10 +107,10 @@ def window_of(window: object) -> Window | None:
 
 
 def documents_of(documents: object, length: int | None = None) -> Boundaries | tuple[Boundaries, ...] | None:
-    """Returns one tuple of boundaries that holds for all rows of a batch, or a tuple of such tuples, one for each row.
+    """Returns one tuple of boundaries for all rows of a batch, or a tuple of such tuples, one for each row.
 
     Raises:
-        ValueError: boundaries that are not integers or do not rise from 0; or the last one is not `length`, if given.
+        ValueError: fewer than two boundaries, or they are not integers that rise from 0 (to `length`, if given).
     """
     if documents is None:
         return None

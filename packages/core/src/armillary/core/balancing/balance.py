@@ -74,13 +74,13 @@ def balanced_spans(
         sides: the counts of pairs that are balanced: 0 by queries, 1 by keys. `evenest_spans` always balances both.
 
     Raises:
-        ValueError: the number of pairs overflows 64 bits.
+        ValueError: `length`^2 times the number of rows is 2^63 or more, so that counts of pairs could overflow.
     """
     if length**2 * len(rows) >= 2**63:
         raise ValueError(f"{length} tokens in {len(rows)} rows: pairs are counted up to 2^63; give fewer")
     work = Work.of(rows)
     spans = spread_spans(length, shards, rows, work, send_cost, sides) if send_cost and shards > 1 else None
-    return spans or evenest_spans(length, shards, work)  # None if no layout that saves bytes is even
+    return spans or evenest_spans(length, shards, work)  # None if no candidate is even
 
 
 def evenest_spans(length: int, shards: int, work: Work) -> list[list[range]]:

@@ -4,9 +4,9 @@ In this module a document is a run of positions that sees nothing outside of it:
 a chunked mask, or the whole sequence. A rank's share is the mean over all ranks: of tokens, and of (query, key) pairs.
 A rank's load is its tokens and its pairs, both in shares; its room is 1 minus its load.
 
-1. A document that is at most one share of tokens and of pairs is not cut, so that nothing is sent for it.
-2. A longer document is cut into pieces on consecutive ranks of the ring, so that its keys travel few hops. Each piece
-   is as large as the room of its rank.
+1. A document of at most about one share of tokens and of pairs is not cut, so that nothing is sent for it.
+2. A longer document is cut into pieces on consecutive ranks of the ring, so that its keys travel few hops. Sizes of
+   pieces are in proportion to the room of their ranks.
 3. Each long document is then removed and assigned again, while all others stay, if loads become more even. Under a
    causal mask late pieces of a document have more pairs per token than early ones, so a rank needs some of both.
 4. Uncut documents are assigned to the least loaded ranks.
@@ -44,7 +44,7 @@ PIECES = 16
 SHORT_SHARE = 1 / 8
 """Documents below this many shares, in tokens and in pairs, are short."""
 BUNDLE_SHARE = 1 / 32
-"""Adjacent uncut documents are assigned as one bundle of up to this many shares, so that layouts have fewer spans."""
+"""Adjacent uncut documents that begin within this many shares are one bundle, so that layouts have fewer spans."""
 WHOLE_RING = 0.7
 """A document that needs at least this fraction of all ranks may be cut in zigzag over all ranks."""
 MINIMUM_ROOM = 0.02
@@ -66,7 +66,7 @@ class DocumentPieces:
     Args:
         ends: boundaries of the pieces, as positions: [n + 1].
         owners: the rank that gets each piece: [n].
-        sizes: tokens and pairs of each piece, as `RingShares.before` measures them: [1 + sides, n].
+        sizes: tokens and pairs of each piece in shares, pairs less those reserved (`DocumentAssigner`): [1 + sides, n].
     """
 
     ends: Integers
@@ -154,7 +154,9 @@ class RingShares:
 def spread_spans(
     length: int, shards: int, rows: Sequence[Slices], work: Work, send_cost: float, sides: tuple[int, ...] = (0,)
 ) -> list[list[range]] | None:
-    """Returns the spans of each shard in the cheapest even layout, or None if no candidate is even.
+    """Returns the spans of each shard: in an even layout without cuts if one is found, else in the cheapest even one.
+
+    None if no candidate is even.
 
     Args:
         send_cost: as in `SequenceLayout.balanced`.
@@ -331,14 +333,15 @@ class DocumentAssigner:
         return self._pieces(best_ends, owners[best % shards])
 
     def _fill(self, uncut: NDArray[np.bool_]) -> tuple[Integers, Integers]:
-        """Assigns the documents of the mask `uncut`, adjacent short ones as one bundle.
+        """Assigns the documents of the mask `uncut`, in bundles of adjacent ones.
 
         The largest bundle is assigned first, each to the least loaded rank.
 
         Returns:
             (start of each bundle, rank of each bundle).
         """
-        # A bundle ends at a cut document, and where cumulative tokens or pairs pass a multiple of BUNDLE_SHARE.
+        # A bundle ends at a cut document, and at the first document that begins beyond the next multiple of
+        # BUNDLE_SHARE, in cumulative tokens or pairs.
         bundle_numbers = np.floor(self.ring.measures[:, :-1] / BUNDLE_SHARE)
         starts_bundle = np.append(True, (np.diff(bundle_numbers) > 0).any(0))
         starts_bundle |= ~uncut

@@ -109,7 +109,7 @@ def _visible_keys(layout: PositionRuns, rows: Sequence[Slices]) -> tuple[Integer
 
 
 def uncut_ends(length: int, rows: Sequence[Slices]) -> Integers:
-    """Returns boundaries 0, ..., N between positions that do not see each other in any row, as many as possible."""
+    """Returns boundaries 0, ..., N. Positions on different sides of a boundary do not see each other in any row."""
     slices = np.concatenate([trim(row) for row in rows])
     starts, stops = np.minimum(slices[:, 0], slices[:, 2]), np.maximum(slices[:, 1], slices[:, 3])
     order = np.argsort(starts, kind="stable")

@@ -23,7 +23,8 @@ class Collective(Generic[R]):
     """A collective in flight, whose `wait` returns the result. Callers must keep it until then.
 
     Args:
-        buffers: the sent and received tensors, referenced here so that their memory is not reused before `wait`.
+        buffers: tensors that are sent or received, referenced here so that their memory is not reused before `wait`.
+            `assemble` may refer to the received ones instead.
         works: works of torch.distributed to wait for; none on an axis of one rank.
         assemble: returns the result from the received tensors, after all works are complete.
     """
@@ -37,7 +38,7 @@ class Collective(Generic[R]):
         """Returns the result. On CUDA the current stream waits, not the host.
 
         Raises:
-            TimeoutError: the axis' time-out passed, or a rank of the axis is lost.
+            TimeoutError, torch.AcceleratorError, RuntimeError: as `Exchange.wait`.
         """
         if self.works:
             finish(self.works, self.axis, lambda: f"for all of its ranks {self.axis.ranks()}")

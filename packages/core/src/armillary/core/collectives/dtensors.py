@@ -83,7 +83,7 @@ def on_local_tokens(
 
 
 class _AllGather(torch.autograd.Function):
-    """`all_gather` of a DTensor. Backward communicates over the axis only if the gradient is `Partial` there."""
+    """`all_gather` of a DTensor. Backward sums a gradient that is `Partial` on the axis; `Replicate` needs no sends."""
 
     @staticmethod
     def forward(ctx: Any, x: DTensor, axis: Axis, sizes: tuple[int, ...], dim: int, axis_dim: int) -> DTensor:

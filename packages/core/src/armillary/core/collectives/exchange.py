@@ -174,8 +174,8 @@ class ReceiveBuffers:
 @lru_cache(maxsize=256)
 def _byte_order(sizes: tuple[int, ...], element_sizes: tuple[int, ...]) -> list[int]:
     """Returns the order of tensors in a buffer of bytes, from their sizes in bytes and their bytes per element."""
-    # Tensors whose size is a multiple of the alignment come first, and wide dtypes before narrow ones. Then every
-    # tensor begins at a multiple of its element size, and as many as possible at an aligned address.
+    # Tensors whose size is a multiple of the alignment come first, and so begin at aligned addresses. Wide dtypes come
+    # before narrow ones, so that every tensor begins at a multiple of its element size.
     return sorted(range(len(sizes)), key=lambda i: (sizes[i] % ALIGNMENT > 0, -element_sizes[i]))
 
 
@@ -202,6 +202,7 @@ class Exchange(NamedTuple):
         Raises:
             TimeoutError: the axis' time-out passed, or a peer is lost; names the global ranks of all peers.
             torch.AcceleratorError: an earlier kernel of this rank failed.
+            RuntimeError: any other error of the backend, unchanged.
         """
         finish(self.works, self.axis, self._describe)
 

@@ -63,8 +63,8 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
 
     out [..., Dv] and lse [...] are accumulators, in float32 or wider. A row with lse = -inf has weight 0.
 
-    On CUDA this is one Triton kernel if Triton is available. For part_out in 16 bits it moves 10 bytes per element:
-    reads 2 of part_out and 4 of out, writes 4 of out. torch's ops move 18.
+    On CUDA this is one Triton kernel if Triton is available and `fuses` accepts the tensors. For part_out in 16 bits it
+    moves 10 bytes per element: reads 2 of part_out and 4 of out, writes 4 of out. torch's ops move 18.
     """
     if not torch.compiler.is_compiling():  # inductor fuses torch's ops itself
         kernel = fused_kernel(out.device.type)

@@ -36,7 +36,8 @@ class MoveTable:
         send: indices of held tokens to send: those for rank 0, then those for rank 1, and so on.
         send_counts, receive_counts: number of tokens sent to, and received from, each rank.
         result: for each token of the result, its index in the concatenation of held tokens, received tokens, the fill.
-        has_copies: True if some token occurs more than once in the results of all ranks, so that its gradient is a sum.
+        has_copies: True if a token occurs twice, in one rank's result or in those of two ranks, so that its gradient is
+            a sum.
         is_local: True if no rank sends anything.
     """
 
@@ -123,7 +124,7 @@ def start_return(grad: Tensor, axis: Axis, table: MoveTable, fill: float = 0) ->
         in float32 or wider.
     """
     send, result = _on_device(table, grad.device)
-    # Without copies every sum has one addend, so the dtype of `grad` is exact.
+    # Without copies the sum of a token has at most one addend, so the dtype of `grad` is exact.
     sum_dtype = accumulation_dtype(grad.dtype) if table.has_copies else grad.dtype
     received_count = sum(table.receive_counts)
     # 1. Sum over this rank's uses of each held token, each received token, and the fill, whose gradient is dropped.

@@ -1,8 +1,8 @@
 """`neighbours.moves` inside `torch.compile` without a graph break: opaque ops, each with its gradient's op.
 
 The arguments of an op are tensors, numbers and strings (`MoveKey`), from which the op looks up its table when the graph
-runs. Documents and segments of a mask are passed as a tensor, so one graph serves all masks. Only `halo` is compiled
-for one mask, because the mask decides how many tensors it returns.
+runs. Documents and segments of a mask are passed as a tensor, so one graph serves all masks; other boundaries of
+documents are a constant of the graph. `halo` is compiled for one mask, which decides how many tensors it returns.
 """
 
 from __future__ import annotations

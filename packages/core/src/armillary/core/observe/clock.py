@@ -34,7 +34,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Instants are CUDA events on the current stream. The host waits for the device only in `microseconds`."""
+    """Instants are CUDA events on the current stream. The host waits for the device at the start and to read times."""
 
     def __init__(self) -> None:
         torch.cuda.synchronize()

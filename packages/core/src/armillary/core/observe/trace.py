@@ -77,8 +77,8 @@ class Trace:
 
     Args:
         device: "cpu" records times of the host. "cuda" records times of the current stream by CUDA events, and waits
-            for the device only when the trace is written. The span of an exchange is then from the point of the stream
-            where the exchange was started to the point where the stream has waited for it.
+            for the device only when the trace is first opened and when it is written. The span of an exchange is then
+            from the point of the stream where the exchange was started to the point where the stream has waited for it.
 
     Raises:
         ValueError: another trace is open when the `with` block is entered.
