@@ -252,6 +252,8 @@ def refusals() -> None:
         "document": lambda: shift(local_x, layout, ring, 1, [0, 40]),
         "rows": lambda: shift(local_x[:1], layout, ring, 1, [[0, N], [0, 3, N]]),
         "weight": lambda: short_convolution(local_x, torch.zeros(4, 4), layout, ring),
+        r"\(3, 0\)": lambda: short_convolution(local_x, torch.zeros(3, 0), layout, ring),
+        "NoneType": lambda: short_convolution(local_x, None, layout, ring),
         "bias": lambda: short_convolution(local_x, torch.zeros(3, 4), layout, ring, torch.zeros(4)),
         "target": lambda: relayout(local_x, layout, SequenceLayout.contiguous(N + 1, 2), ring),
         "tokens": lambda: shift(local_x[:, 1:], layout, ring, 1),

@@ -48,7 +48,7 @@ from armillary.core.collectives.collective import check_tokens, tokens_on
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter
 from armillary.core.mesh import Axis
 from armillary.core.spans import cut
-from armillary.core.validation import integer
+from armillary.core.validation import check_tensor, integer
 
 
 def seq_to_head(
@@ -225,7 +225,10 @@ def merge_scatter(
         return _dtensor_functions().merge_scatter(out, lse, mesh_axis, sizes)
     if compat.is_dtensor(out) or compat.is_dtensor(lse):
         raise ValueError("one of out and lse is a DTensor and the other is not; pass both as DTensors or both as local")
-    return merge(out, lse, mesh_axis, _sizes(mesh_axis, sizes, out.shape[1]))
+    for name, x in (("out", out), ("lse", lse)):
+        check_tensor(name, x)
+    tokens = out.shape[1] if out.ndim == 4 else 0  # `merge` refuses other numbers of dims
+    return merge(out, lse, mesh_axis, _sizes(mesh_axis, sizes, tokens))
 
 
 def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int]:

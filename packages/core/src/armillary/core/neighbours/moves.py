@@ -6,8 +6,8 @@
     short_convolution   causal depthwise convolution, as in hybrid models
 
 A *run* is a range of adjacent tokens of one document on one rank; in a striped layout each token is a run. In a prefix
-tree, the token before a segment is the last one of its parent. The functions take this rank's tokens as a local tensor,
-with a mesh axis, or a DTensor that the axis shards into the layout's sizes. They are differentiable. All ranks of the
+tree, the token before a segment is the last one of its parent. The functions take this rank's tokens as a local tensor
+or, except `halo`, a DTensor that the axis shards into the layout's sizes. They are differentiable. All ranks of the
 axis must call them in the same order, in forward and in backward. If every rank has the tokens that it needs, nothing
 is sent.
 """
@@ -189,8 +189,9 @@ def short_convolution(
         ValueError: shapes, layout, axis or documents that do not match. Raised before any communication.
     """
     check_tensor("x", x)
-    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2]:
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: [B, T, C] and [C, W] are needed")
+    check_tensor("weight", weight)
+    if x.ndim != 3 or weight.ndim != 2 or weight.shape[0] != x.shape[2] or not weight.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: [B, T, C] and [C, W >= 1] are needed")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)}: one number for each of the {weight.shape[0]} channels is needed")
     if torch.compiler.is_compiling():
