@@ -27,8 +27,8 @@ class ConformingMethod(Protocol):
     """The interface of a tested method. Tensors are this rank's shards; the result is [B, T, H, Dv].
 
     The call also gets `key_layout`, `sinks`, `softcap` and `kernel` if the case has them. Some cases need more of a
-    method: projected cases call `projected`, cases with drawn layouts read `shards` and `sequence_shards`, and cases
-    with balanced layouts pass `layout` a mask.
+    method: projected cases call `projected`, cases with drawn layouts read `shards` and `sequence_shards`, on DTensors
+    also the axes of `sequence_method`, and cases with balanced layouts pass `layout` a mask.
     """
 
     @property
@@ -89,7 +89,7 @@ class CaseCall:
     def _attended(self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Outcome:
         result = self.attend(q, k, v, **self._options(sinks), return_lse=with_lse)
         outcome: Sequence[Tensor] = result if with_lse else (result,)
-        # Both pass zeros as the gradient of an lse that nothing uses, as if a loss depended on it.
+        # Compiled and reentrant calls pass zeros as the gradient of an unused lse, as if a loss depended on it.
         if self.case.compiled or self.case.saving == "reentrant":
             outcome = (outcome[0], *(lse.detach() for lse in outcome[1:]))
         return tuple(outcome)

@@ -25,7 +25,7 @@ LAYOUTS = (*KINDS, "balanced", "uneven", "spans")
 MEMORY = ("plain", "transposed", "permuted", "packed", "sliced", "expanded", "mixed")
 """Memory layouts, in this order: contiguous; views of [B, H, T, D]; another order of dims, the head dim not innermost;
 slices of one [B, T, (H + 2K) D] projection; every other element of a larger buffer, with an offset; stride 0 in the
-batch, heads or all dims; or a different one of these for each tensor."""
+batch, the heads or both, in dout also in all dims; or for each tensor another one of these except "packed"."""
 SINKS = (0, 1, 3)
 """Sink logits per head."""
 GRADIENTS = ("plain", "transposed", "permuted", "sliced", "expanded")
@@ -104,7 +104,7 @@ class Case:
 
     @property
     def is_cross_attention(self) -> bool:
-        """True if keys and queries have different layouts."""
+        """True if the keys have a length or a kind of layout of their own."""
         return self.key_length is not None or self.key_kind is not None
 
     @property

@@ -59,8 +59,8 @@ def errors(
         dtensor_mesh: mesh of DTensors: the method's axes, outer ones first, and those of `Case.beside`.
 
     Raises:
-        AssertionError: a wrong dtype or shape, an input that was written to, or two runs that differ. The same on every
-            rank, and raised after all communication, so that no rank waits for another.
+        AssertionError: a wrong dtype, shape or placement, an input that was written to, or runs or ranks that differ.
+            The same on every rank, and raised after all communication, so that no rank waits for another.
     """
     placing = Placing(case, dtensor_mesh)
     sharding = CaseSharding.of(attend, case, *placing.sizes())

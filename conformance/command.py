@@ -1,7 +1,7 @@
 """Compares attention methods with a float64 oracle: the full product of methods and cases, or random cases.
 
 Examples:
-  # all methods in all cases, on 1, 2 and 4 ranks; the result also as a file
+  # all methods in all cases of the product, on 1, 2 and 4 ranks; the result also as a file
   python -m conformance --json conformance.json
   # one method on two ranks, in one dtype
   python -m conformance --method ring --ranks 2 --dtype float64
@@ -74,7 +74,7 @@ def _product(options: Namespace) -> list[Trial]:
 
 
 def fits(composition: Composition, case: Case) -> bool:
-    """True if there is a head for each rank of the head axis, as methods require."""
+    """Returns True if there is a head for each rank of the head axis, as methods require."""
     return case.heads >= dict(composition.axes).get("ulysses", 1)
 
 
@@ -86,7 +86,7 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
     add("--random", type=number, metavar="N", help="number of random cases instead of the product")
     add("--case", type=number, nargs="+", metavar="I", help="only these random cases")
     add("--seed", type=number, default=0, metavar="S", help="random seed (default: 0)")
-    add("--ranks", type=count, nargs="+", metavar="N", help="only these numbers of ranks; of the product: 1 2 4")
+    add("--ranks", type=count, nargs="+", metavar="N", help="only these numbers of ranks (product: by default 1 2 4)")
 
     def add_choices(flag: str, default: list[str], choices: list[str], text: str) -> None:
         text = f"{text}: {', '.join(choices)}"
@@ -96,7 +96,7 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
     add_choices("--dtype", list(dtypes), list(dtypes), "only these dtypes")
     add_choices("--kind", [], list(KINDS_OF_CASES), "only random cases of all these kinds")
     add("--device", choices=("cpu", "cuda"), default="cpu", help="device of tensors (default: cpu)")
-    add("--backend", choices=("gloo", STAGED), help="by default gloo, or on cuda staged: sends through host memory")
+    add("--backend", choices=("gloo", STAGED), help="default: gloo, or on cuda staged, which sends through host memory")
     add("--json", type=Path, metavar="FILE", help="a file for the result")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and options.backend == "gloo":

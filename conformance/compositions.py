@@ -70,7 +70,7 @@ def over_nodes(ranks: int) -> Iterable[Axes]:
 
 
 def over_nodes_and_heads(ranks: int) -> Iterable[Axes]:
-    """Returns every nodes x devices x ulysses mesh with several ranks on each axis; on four ranks also one node."""
+    """Returns each mesh of `over_nodes` with a third axis, `ulysses`, of several ranks."""
     heads = [ulysses for ulysses in range(2, ranks) if ranks % ulysses == 0]
     return [{**axes, "ulysses": ulysses} for ulysses in heads for axes in over_nodes(ranks // ulysses)]
 
@@ -139,7 +139,7 @@ METHODS: dict[str, MethodUnderTest] = {
     "wallfacer-4-keys": wallfacer(4, "p2p_intra", "keys"),
     "wallfacer-4-queries": wallfacer(4, "collect_intra", "queries", gather_keys=False),
 }
-"""Every name of `build_attention`, and methods with options. To add one to the suite, add a line."""
+"""Every method of `build_attention`, and methods with options. To add one to the suite, add a line."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ def _tokens(random: Random, composition: Composition, options: Mapping[str, Any]
 
 
 def _fitting(random: Random, length: int, kinds: Sequence[str], composition: Composition) -> int:
-    """Returns a length slightly above `length` at which layouts of these kinds have shards with DTensor's chunk sizes.
+    """Returns a length of at least `length` at which shards in layouts of these kinds have DTensor's chunk sizes.
 
     Mostly the shards have several sizes. In WallFacer's own layouts they have one size.
     """
@@ -157,7 +157,7 @@ def _has_chunk_sizes(kind: str, length: int, composition: Composition) -> bool:
 
 
 def _scores(random: Random, projected: bool) -> dict[str, Any]:
-    """Draws scale, shift, softcap and sinks. A shift makes exp overflow or vanish."""
+    """Draws scale, shift, softcap and sinks. A shift makes exp overflow or vanish in float32."""
     scale = random.choice((None, None, None, random.uniform(0, 1), random.uniform(-1, 0), 1e-3, 0.0))
     shift = random.choice((-100.0, 100.0)) if scale is None and not projected and random.random() < 0.05 else 0.0
     softcap = round(random.uniform(0.5, 8), 2) if not shift and random.random() < 0.15 else None

@@ -53,7 +53,7 @@ class Memory:
         return x
 
     def strided_copy(self, x: Tensor) -> Tensor:
-        """Returns a copy of x in this memory layout, with NaN between its elements."""
+        """Returns a copy of x in this memory layout; a "sliced" one has NaN between its elements."""
         match self.kind:
             case "transposed":
                 return x.transpose(1, 2).contiguous().transpose(1, 2)

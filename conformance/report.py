@@ -85,7 +85,7 @@ class Report:
     Args:
         total: number of verdicts to expect.
         drawn: True for random cases, which failures name by seed and number.
-        file: path of the result as JSON. It is written every few seconds, because a long run may be interrupted.
+        file: path of the result as JSON. It is written every ten seconds, because a long run may be interrupted.
     """
 
     total: int
@@ -98,7 +98,7 @@ class Report:
     last_progress: float = 0.0
 
     def add(self, trial: Trial, verdict: Verdict) -> None:
-        """Adds a verdict, and prints progress every few seconds."""
+        """Adds a verdict, and prints progress every ten seconds."""
         method, dtype = trial.composition.method, str(trial.case.dtype).removeprefix("torch.")
         self.rows.setdefault((method, dtype), ReportRow(method, dtype)).add(trial, verdict)
         self.tried.update(["cases", *(name for name, of in KINDS_OF_CASES.items() if of(trial))])

@@ -14,7 +14,7 @@ from conformance.check import attend_nothing, errors
 from conformance.draw import Trial
 
 CHUNK = 30
-"""Number of trials in one call to a world. If a rank hangs, all trials of the call are repeated."""
+"""Number of trials in one call to a world. If a rank raises or hangs, all trials of the call are repeated."""
 
 
 class Verdict(NamedTuple):

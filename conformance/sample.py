@@ -43,11 +43,11 @@ def cases(
     softcaps: Sequence[float | None] = SOFTCAPS,
     brief: int | None = None,
 ) -> list[Case]:
-    """Returns a few dozen fixed cases in which any two settings of any two factors occur together.
+    """Returns about 80 fixed cases in which any two settings of any two factors occur together.
 
     Args:
-        brief: a number: about ten cases instead, in which each setting occurs at least once. Other numbers give other
-            cases. Three numbers in a row have all masks with patterns, a third each.
+        brief: a number: about a dozen cases instead, in which each setting occurs at least once. Other numbers give
+            other cases. Three numbers in a row have all masks with patterns, a third each.
         masks: names in `MASKS`.
         heads: pairs (H, K).
         large_head_dims: head dims of further cases, one for each.
@@ -82,7 +82,7 @@ def product_cases(seed: int = 0, dtypes: Sequence[torch.dtype] = DTYPES) -> Iter
 
 
 def _drawn(random: Random, seed: int, mask: str, kind: str, heads: tuple[int, int], dtype: torch.dtype) -> Case:
-    """Draws the other settings of a case. Half of the draws have no sinks, no softcap and no cross-attention."""
+    """Draws the other settings of a case. At least half have no sinks, no softcap and no cross-attention."""
     plain = random.random() < 0.5
     keys, sinks, softcap = (("own",), (0,), (None,)) if plain else (KEYS, SINKS, SOFTCAPS)
     head_dims = HEAD_DIMS if random.random() < 0.9 else LARGE_HEAD_DIMS

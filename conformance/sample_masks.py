@@ -48,7 +48,7 @@ def tree(length: int) -> AttentionMask:
 
 
 def spans(length: int) -> AttentionMask:
-    """Two documents with an image each, under a window shorter than the first one."""
+    """Two documents with an image each, under a window shorter than the first image."""
     images = range(2, length // 3), range(length - 6, length - 2)
     return AttentionMask.image_spans(images, (0, length // 2, length), window=(length // 5, None))
 

@@ -20,7 +20,8 @@ from conformance.case import CAUSAL, Case
 from conformance.memory import Memory
 
 SHARED = ("sinks", "wq", "wk", "wv")
-"""Tensors that are whole on every rank. Their gradient is the sum of the gradients of all ranks."""
+"""Tensors without tokens and rows. Ranks with other tokens or rows use the same values, and their gradients are summed.
+"""
 
 
 HEAD_DIMS = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 2, "sinks": -1, "wq": 0, "wk": 0, "wv": 0}

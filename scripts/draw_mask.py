@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def length_of(mask: AttentionMask) -> int:
-    """Tokens of the sequence, if the mask determines them.
+    """Returns the number of tokens that the mask determines.
 
     Raises:
         ValueError: the mask fits any length.
@@ -79,7 +79,7 @@ def length_of(mask: AttentionMask) -> int:
 
 
 def requested_layout(options: Namespace, mask: AttentionMask, length: int) -> SequenceLayout | None:
-    """The layout over `--ranks`, or None without ranks."""
+    """Returns the layout over `--ranks`; None without ranks."""
     return None if options.ranks is None else layout_of(options.layout, length, options.ranks, mask)
 
 
@@ -89,9 +89,9 @@ def show(mask: AttentionMask, length: int, work: Shares | None) -> None:
     if work is None:
         return
     columns = [Column("rank"), Column("tokens"), Column("pairs"), Column("pairs by step", text=True)]
-    steps = (", ".join(f"{pairs:,}" for pairs in its) for its in work.by_step)
+    steps = (", ".join(f"{pairs:,}" for pairs in rank_pairs) for rank_pairs in work.by_step)
     rows = zip(range(len(work.tokens)), work.tokens, work.by_rank, strict=True)
-    print_table(columns, [(*(f"{n:,}" for n in row), its) for row, its in zip(rows, steps, strict=True)])
+    print_table(columns, [(*(f"{n:,}" for n in row), text) for row, text in zip(rows, steps, strict=True)])
     print(f"max / mean of pairs: {work.imbalance:.3f}")
 
 
@@ -166,16 +166,16 @@ def table(text: str) -> list[list[bool]]:
 
 FLAGS: dict[str, dict[str, Any]] = {
     "documents": {"type": numbers, "metavar": "0,..,N", "help": "boundaries of documents"},
-    "window": {"type": numbers_or_none, "metavar": "LEFT,RIGHT", "help": "neighbours that are seen"},
+    "window": {"type": numbers_or_none, "metavar": "LEFT,RIGHT", "help": "keys that are seen on either side"},
     "not_causal": {"action": "store_true", "help": "later keys are seen too"},
-    "causal": {"action": "store_true", "help": "and no later keys"},
+    "causal": {"action": "store_true", "help": "hide later keys within visible blocks"},
     "ends": {"type": numbers, "required": True, "metavar": "0,..,N", "help": "boundaries of segments, depth first"},
-    "parents": {"type": numbers_or_none, "required": True, "metavar": "none,0,..", "help": "of each segment"},
-    "prefixes": {"type": numbers, "required": True, "metavar": "P,..", "help": "tokens of each document"},
+    "parents": {"type": numbers_or_none, "required": True, "metavar": "none,0,..", "help": "parent of each segment"},
+    "prefixes": {"type": numbers, "required": True, "metavar": "P,..", "help": "prefix tokens of each document"},
     "size": {"type": count_argument(), "required": True, "metavar": "C", "help": "tokens of a chunk"},
-    "origin": {"default": "document", "choices": ("document", "row"), "help": "from whose start chunks are counted"},
+    "origin": {"default": "document", "choices": ("document", "row"), "help": "chunks count from its start"},
     "spans": {"type": spans, "required": True, "metavar": "A:B,..", "help": "positions of images"},
-    "visible": {"type": table, "required": True, "metavar": "100,110,..", "help": "for each block, which it sees"},
+    "visible": {"type": table, "required": True, "metavar": "100,110,..", "help": "1 for a visible block of keys"},
     "block": {"type": count_argument(), "required": True, "metavar": "T", "help": "tokens of a block"},
     "slice": {
         "type": one_slice,

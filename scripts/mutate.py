@@ -1,14 +1,14 @@
 """Plants one bug at a time and reports the first test that fails.
 
 Mutations are in `mutations.toml`. Each is applied to a copy of the workspace, where first the likely tests run, then
-the other tests of its package and of `tests/`, until one fails or all have passed.
+the tests of its package and of `tests/`, until one fails or all have passed.
 
     uv run python scripts/mutate.py                     # all; up to an hour on two cores
     uv run python scripts/mutate.py --likely            # only the likely tests
     uv run python scripts/mutate.py --only NAME [NAME]  # only these mutations
     uv run python scripts/mutate.py --unmutated         # the likely tests without mutations: they must pass
 
-Exits with 1 if a mutation survives.
+Exits with 1 if a mutation survives, or a test fails without mutations.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MUTATIONS = Path(__file__).with_name("mutations.toml")
 LIKELY_SECONDS, OTHERS_SECONDS = 900.0, 2400.0
 """Time limits of tests. A mutation that makes them hang is caught too; test worlds time out after 300 s."""
 NO_TESTS = 5
-"""pytest's exit code."""
+"""pytest's exit code if it collects no tests."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ def unmutated(mutations: Sequence[Mutation]) -> int:
 
 @contextmanager
 def workspace() -> Generator[Path]:
-    """A copy of all files that git tracks or would add."""
+    """Context manager with a copy of all files that git tracks or would add."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,

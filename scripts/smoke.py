@@ -2,7 +2,7 @@
 
     python -I scripts/smoke.py armillary-core
 
-Imports no package above, loads the package's commands, and runs a small computation. Needs a writable working
+Imports no package above, loads the package's entry points, and runs a small computation. Needs a writable working
 directory.
 """
 
@@ -94,8 +94,8 @@ def plan() -> None:
 
 if __name__ == "__main__":
     name = sys.argv[1]
-    for command in distribution(name).entry_points:
-        command.load()
+    for entry_point in distribution(name).entry_points:
+        entry_point.load()
     {each.__name__: each for each in (core, attention, integrations, data, models, train, plan)}[
         name.removeprefix("armillary-")
     ]()
