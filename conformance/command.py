@@ -37,7 +37,7 @@ from conformance.sample import DTYPES, product_cases
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Returns 0 if all cases passed, 1 if a case failed, 2 if the machine has no such device."""
-    options = parsed(arguments)
+    options = parse_arguments(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: this machine has no GPU", file=sys.stderr)
         return 2
@@ -78,7 +78,7 @@ def fits(composition: Composition, case: Case) -> bool:
     return case.heads >= dict(composition.axes).get("ulysses", 1)
 
 
-def parsed(arguments: Sequence[str] | None) -> Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
     dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
     program = "python -m conformance"
     parser = ArgumentParser(program, f"{program} [options]", __doc__, formatter_class=RawDescriptionHelpFormatter)
@@ -101,6 +101,8 @@ def parsed(arguments: Sequence[str] | None) -> Namespace:
     options = parser.parse_args(arguments)
     if options.device == "cuda" and options.backend == "gloo":
         parser.error("--device cuda: needs --backend staged, which is the default there")
+    if options.kind and options.random is None and options.case is None:
+        parser.error("--kind: needs --random or --case")
     options.backend = options.backend or (STAGED if options.device == "cuda" else "gloo")
     options.dtypes = [dtypes[name] for name in options.dtype]
     options.methods = list(METHODS) if "all" in options.method else options.method

@@ -93,7 +93,7 @@ class Report:
     file: Path | None = None
     rows: dict[tuple[str, str], ReportRow] = field(default_factory=dict[tuple[str, str], ReportRow])
     failures: list[str] = field(default_factory=list[str])
-    tried: Counter[str] = field(default_factory=Counter[str])
+    counts: Counter[str] = field(default_factory=Counter[str])
     started: float = field(default_factory=time.monotonic)
     last_progress: float = 0.0
 
@@ -101,12 +101,12 @@ class Report:
         """Adds a verdict, and prints progress every ten seconds."""
         method, dtype = trial.composition.method, str(trial.case.dtype).removeprefix("torch.")
         self.rows.setdefault((method, dtype), ReportRow(method, dtype)).add(trial, verdict)
-        self.tried.update(["cases", *(name for name, of in KINDS_OF_CASES.items() if of(trial))])
+        self.counts.update(["cases", *(name for name, of in KINDS_OF_CASES.items() if of(trial))])
         if verdict.failure:
             options = f"--seed {trial.seed} --case {trial.number}: " if self.drawn else ""
             self.failures.append(f"{options}{trial.composition}: {trial.case}: {verdict.failure}")
             print(f"FAILED {self.failures[-1]}", flush=True)
-        if self.seconds - self.last_progress > 10 or self.tried["cases"] == self.total:
+        if self.seconds - self.last_progress > 10 or self.counts["cases"] == self.total:
             self.last_progress = self.seconds
             self._progress()
 
@@ -115,7 +115,7 @@ class Report:
         return time.monotonic() - self.started
 
     def _progress(self) -> None:
-        count = self.tried["cases"]
+        count = self.counts["cases"]
         remaining = self.seconds * (self.total / count - 1)
         failed = f"{len(self.failures)} failed"
         print(f"[{count}/{self.total}] {failed}, {self.seconds:.0f} s, about {remaining:.0f} s to go", flush=True)
@@ -126,7 +126,7 @@ class Report:
     def values(self) -> dict[str, Any]:
         """Returns the result, for a file."""
         rows = [vars(row) for row in self.rows.values()]
-        run = {"torch": torch.__version__, "seconds": round(self.seconds), "tried": dict(self.tried)}
+        run = {"torch": torch.__version__, "seconds": round(self.seconds), "tried": dict(self.counts)}
         return run | {"rows": rows, "failures": self.failures}
 
     def show(self, methods: Sequence[str]) -> None:
@@ -134,7 +134,7 @@ class Report:
         rows = sorted(self.rows.values(), key=lambda row: (methods.index(row.method), row.dtype))
         print()
         print_table(HEADS, (row.cells() for row in rows))
-        kinds = ", ".join(f"{self.tried[name]} {name}" for name in KINDS_OF_CASES if self.tried[name])
+        kinds = ", ".join(f"{self.counts[name]} {name}" for name in KINDS_OF_CASES if self.counts[name])
         print(f"\nAmong them: {kinds}" if kinds else "")
         print("\n".join(f"FAILED {failure}" for failure in self.failures), end="\n" if self.failures else "")
-        print(f"{self.tried['cases']} cases, {len(self.failures)} failed, {self.seconds:.0f} s")
+        print(f"{self.counts['cases']} cases, {len(self.failures)} failed, {self.seconds:.0f} s")

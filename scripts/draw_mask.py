@@ -44,7 +44,7 @@ NONE = "none"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draws the mask of the command line and prints its numbers. Returns the exit code."""
-    options = parsed(arguments)
+    options = parse_arguments(arguments)
     with exit_on_error(PROGRAM):
         mask = options.make(options)
         length = options.length or length_of(mask)
@@ -187,7 +187,7 @@ FLAGS: dict[str, dict[str, Any]] = {
 }
 
 
-def parsed(arguments: Sequence[str] | None) -> Namespace:
+def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
     """Parses the command line: the kind of mask, followed by its options."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] not in (*KINDS, "-h", "--help"):

@@ -157,7 +157,7 @@ def matches(old: list[Any], scope: ast.AST) -> Iterator[Match]:
                 candidates = [(slice(i, i + len(old)), value[i : i + len(old)]) for i in starts]
             for place, nodes in candidates:
                 bound: dict[str, Any] = {}
-                if matched(old, nodes, bound):
+                if same_syntax(old, nodes, bound):
                     yield container, field, place, bound
 
 
@@ -166,19 +166,21 @@ def is_any_body(statements: list[Any]) -> bool:
     return len(statements) == 1 and isinstance(statements[0], ast.Expr) and ast.unparse(statements[0]) == "..."
 
 
-def matched(old: Any, node: Any, bound: dict[str, Any]) -> bool:
+def same_syntax(old: Any, node: Any, bound: dict[str, Any]) -> bool:
     """Compares syntax except positions. Records the code of `_A` to `_Z` and `...` in `bound`."""
     if isinstance(old, ast.Name) and re.fullmatch("_[A-Z]", old.id) and isinstance(node, ast.expr):
-        return matched(bound.setdefault(old.id, node), node, {})
+        return same_syntax(bound.setdefault(old.id, node), node, {})
     if isinstance(old, ast.expr_context):
         return isinstance(node, ast.expr_context)
     if isinstance(old, list) and is_any_body(old):
         bound["..."] = node
         return isinstance(node, list)
     if isinstance(old, list):
-        return isinstance(node, list) and len(old) == len(node) and all(map(matched, old, node, repeat(bound)))
+        return isinstance(node, list) and len(old) == len(node) and all(map(same_syntax, old, node, repeat(bound)))
     if isinstance(old, ast.AST):
-        return type(old) is type(node) and all(matched(getattr(old, f), getattr(node, f), bound) for f in old._fields)
+        return type(old) is type(node) and all(
+            same_syntax(getattr(old, f), getattr(node, f), bound) for f in old._fields
+        )
     return type(old) is type(node) and old == node
 
 
@@ -243,7 +245,7 @@ def run_all(mutations: Sequence[Mutation], jobs: int, likely: bool) -> list[Outc
     def one(mutation: Mutation) -> Outcome:
         root = free.get()
         try:
-            outcome = tried(root, mutation, likely, workers=2 if jobs == 1 else 0)
+            outcome = run_mutation(root, mutation, likely, workers=2 if jobs == 1 else 0)
         finally:
             free.put(root)
         print(line(mutation, outcome), flush=True)
@@ -255,7 +257,7 @@ def run_all(mutations: Sequence[Mutation], jobs: int, likely: bool) -> list[Outc
         return list(stack.enter_context(ThreadPoolExecutor(jobs)).map(one, mutations))
 
 
-def tried(root: Path, mutation: Mutation, likely: bool, workers: int = 0) -> Outcome:
+def run_mutation(root: Path, mutation: Mutation, likely: bool, workers: int = 0) -> Outcome:
     """Runs the likely tests on a mutation, then all others, until one fails."""
     all_tests = [f"packages/{mutation.package}/tests", "tests"]
     ignored = [f"--ignore={name}" for name in mutation.likely if "::" not in name]

@@ -64,7 +64,7 @@ class Package:
 
 
 def main() -> None:
-    options = parsed()
+    options = parse_arguments()
     packages = [Package.read(path.parent) for path in sorted((ROOT / "packages").glob("*/pyproject.toml"))]
     all_packages = {package.folder.name: package for package in packages}
     chosen = [all_packages[name] for name in options.packages or all_packages]
@@ -76,11 +76,11 @@ def main() -> None:
         for torch in cast("list[Torch]", options.torch):
             for package in chosen:
                 commands = trial(package, packages, torch, options.out, Path(scratch), options.torch_backend)
-                failed |= not tried(f"{package.name:22}{package.version:9}{torch:12}", commands, options.dry_run)
+                failed |= not run_trial(f"{package.name:22}{package.version:9}{torch:12}", commands, options.dry_run)
     sys.exit(failed)
 
 
-def parsed() -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     folders = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help=f"packages: {', '.join(folders)} (default: all)")
@@ -157,7 +157,7 @@ def trial(
     """The commands that install `package` into a new environment and test it there. All trials use the same folder, so
     that cached bytecode, which depends on path and time of the source, is reused."""
     python, cache = str(scratch / "env/bin/python"), str(scratch / "bytecode")
-    # Wheels by path, because an index may have others of that version. `tried` runs outside of any pyproject.toml.
+    # Wheels by path, because an index may have others of that version. `run_trial` runs outside of any pyproject.toml.
     requirements = [str(wheels / each.wheel) for each in with_those_below(package, packages)]
     requirements += [torch_requirement(package, packages, torch)] + (["--torch-backend", backend] if backend else [])
     smoke = ["-W", f"error:{NUMPY_WARNING}", "-I", str(ROOT / "scripts/smoke.py"), package.name]
@@ -175,7 +175,7 @@ def torch_requirement(package: Package, packages: list[Package], torch: Torch) -
     return "torch" if torch == "newest" else f"torch=={major}.{minor}.*"
 
 
-def tried(title: str, commands: list[list[str]], dry_run: bool) -> bool:
+def run_trial(title: str, commands: list[list[str]], dry_run: bool) -> bool:
     """Runs a trial's commands in a new folder and prints the last line of their output. Returns False if one failed."""
     last_line = ""
     with tempfile.TemporaryDirectory() as folder:

@@ -86,7 +86,7 @@ READERS: dict[str, Callable[[str], list[int]]] = {
     "armillary-tune": lambda text: [read_tune_options(["--iterations", text]).iterations],
     "armillary-generate": lambda text: [read_generate(["s", "--prompt", "x", "--tokens", text]).tokens],
     "armillary-data pack": pack_numbers,
-    "conformance": lambda text: [conformance.parsed(["--random", text, "--ranks", text]).random],
+    "conformance": lambda text: [conformance.parse_arguments(["--random", text, "--ranks", text]).random],
 }
 
 
@@ -174,7 +174,7 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "armillary-export": lambda words: parse(words, Export, "armillary-export"),
     "armillary-plot": lambda words: parse(words, Pictures, "armillary-plot"),
     "armillary-check": check.parse,
-    "conformance": conformance.parsed,
+    "conformance": conformance.parse_arguments,
 }
 MODULES = {
     "armillary.train": "armillary-train",

@@ -50,7 +50,7 @@ def test_report_names_the_failing_test(workspace, new, likely, caught, by):
     before = source.read_text()
     first = ("packages/one/tests/test_likely.py",)
     changed = mutate.Mutation("add", "one", "add", "_A + _B", new, "sums", first)
-    outcome = mutate.tried(workspace, changed, likely)
+    outcome = mutate.run_mutation(workspace, changed, likely)
     assert (outcome.caught, outcome.by) == (caught, by)
     assert source.read_text() == before
 

@@ -87,9 +87,9 @@ def test_trial_installs_a_wheel_and_the_packages_below_it():
 
 def test_a_failed_trial_is_reported_with_its_output(capsys):
     fails = [sys.executable, "-I", "-S", "-c", "print('a cause'); raise SystemExit(3)"]
-    assert not release.tried("core ", [fails], dry_run=False)
+    assert not release.run_trial("core ", [fails], dry_run=False)
     assert "core FAILED" in (messages := capsys.readouterr().out) and "a cause" in messages
-    assert release.tried("core ", [fails], dry_run=True)
+    assert release.run_trial("core ", [fails], dry_run=True)
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ import torch
 
 from armillary.core.testing import World
 from conformance import METHODS, Trial, cases, compositions, drawn
-from conformance.command import main, parsed
+from conformance.command import main, parse_arguments
 from conformance.run import run
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -38,11 +38,18 @@ def test_every_method_conforms_over_it(staged, device, depth):
     assert not [(trial, verdict) for trial, verdict in run(staged, trials, device) if verdict.failure]
 
 
-def test_the_command_chooses_the_backend_by_the_device(monkeypatch, capsys):
-    assert [parsed(words.split()).backend for words in ("", "--backend staged")] == ["gloo", "staged"]
-    assert parsed(["--device", "cuda"]).backend == "staged"
+def test_the_command_takes_kinds_of_random_cases_only(capsys):
     with pytest.raises(SystemExit):
-        parsed(["--device", "cuda", "--backend", "gloo"])
+        parse_arguments(["--kind", "dtensors"])
+    assert "--kind" in capsys.readouterr().err
+    assert parse_arguments(["--random", "5", "--kind", "dtensors"]).kind == ["dtensors"]
+
+
+def test_the_command_chooses_the_backend_by_the_device(monkeypatch, capsys):
+    assert [parse_arguments(words.split()).backend for words in ("", "--backend staged")] == ["gloo", "staged"]
+    assert parse_arguments(["--device", "cuda"]).backend == "staged"
+    with pytest.raises(SystemExit):
+        parse_arguments(["--device", "cuda", "--backend", "gloo"])
     assert "--backend staged" in capsys.readouterr().err
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["--device", "cuda"]) == 2 and "--device cuda" in capsys.readouterr().err
