@@ -132,10 +132,10 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """Returns a layout that balances attention work under a mask and sends few bytes around a ring.
 
-        If possible, a document that fits on a shard is not cut, and a longer one is cut over few consecutive shards. No
-        shard has more than 1.10 times the mean number of tokens, or of the (query, key) pairs that `balanced_by`
-        counts. Zigzag, contiguous and a layout that cuts no document are candidates too: if one of these is within 1.10
-        as well, the result sends at most as many bytes.
+        Most documents that fit on a shard are not cut; longer ones are cut over few consecutive shards. No shard has
+        more than 1.10 times the mean number of tokens, or of the (query, key) pairs that `balanced_by` counts. Zigzag,
+        contiguous and a layout that cuts no document are candidates too: if one of these is within 1.10 as well, the
+        result sends at most as many bytes.
 
         With `send_cost=0`, or if no layout reaches 1.10, bytes are ignored: sizes differ by at most one token, and
         pairs, counted both by queries and by keys, are within 1.02 times the mean if possible.

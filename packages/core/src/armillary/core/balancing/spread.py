@@ -10,7 +10,7 @@ A rank's load is its tokens and its pairs, both in shares; its room is 1 minus i
 3. Each long document is then removed and assigned again, while all others stay, if loads become more even. Under a
    causal mask late pieces of a document have more pairs per token than early ones, so a rank needs some of both.
 4. Uncut documents are assigned to the least loaded ranks.
-5. If loads are still uneven, steps 1 to 4 are repeated with each long document on more ranks.
+5. If loads are still uneven, steps 1 to 4 are repeated with more ranks for each document, so shorter ones are cut too.
 
 Three simple layouts are candidates too: zigzag, contiguous, and no document cut. If one of these is even enough, the
 result sends at most as many bytes.

@@ -26,7 +26,7 @@ STACKS = signal.SIGUSR1
 
 
 def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: float, backend: str) -> None:
-    """Joins the world, then answers each request, a pickled (function, args, kwargs), until an empty one."""
+    """Joins the world, then answers each request, a pickled (function, args, kwargs), until `connection` closes."""
     # The rank shares memory with the server from which it was forked, until one of them writes to it. A garbage
     # collection writes to every object that it visits; frozen objects are not visited.
     gc.freeze()
