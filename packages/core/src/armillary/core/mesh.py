@@ -268,7 +268,7 @@ class Axis:
         return dist.get_process_group_ranks(self.group)
 
     def parallel_ranks(self) -> list[list[int]]:
-        """Returns the global ranks of each 1-D slice of the mesh along this axis; of this axis alone without a mesh."""
+        """Returns the global ranks of each 1-D slice of the mesh along this axis; without `mesh` only of this axis."""
         return [self.ranks()] if self.mesh is None else compat.parallel_ranks(self.mesh)
 
 

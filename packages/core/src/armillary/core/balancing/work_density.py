@@ -78,7 +78,7 @@ class TokenRuns:
 
 
 def split_by_density(runs: TokenRuns, chunks: int, work: Work, limit: float) -> list[TokenRuns]:
-    """Splits tokens into groups of rising density, for a caller that cuts each group into `chunks` chunks.
+    """Splits tokens into groups of rising density (pairs per token), of which a caller cuts each into `chunks` chunks.
 
     1. Cut the tokens into `chunks` chunks. The chunks with at most `limit` pairs form a group.
     2. Repeat with the tokens of all other chunks: their new chunks are smaller, so that fewer exceed `limit`.

@@ -1,1 +1,1 @@
-"""Communication of tokens between positions, on any layout: new layouts, shifts, halos and short convolutions."""
+"""Moves of tokens to other positions and ranks, on any layout: new layouts, shifts, halos and short convolutions."""

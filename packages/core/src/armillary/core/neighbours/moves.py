@@ -1,4 +1,4 @@
-"""Communication of tokens between positions, for any layout.
+"""Moves of tokens to other positions and ranks, for any layout.
 
     relayout            the same tokens, sharded by another layout
     shift               at each position i the token at i - offset of the same document: labels, multi-token prediction

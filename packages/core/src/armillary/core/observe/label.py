@@ -37,8 +37,8 @@ def label(name: str, *, host: bool = False) -> Generator[None]:
 
     Args:
         name: the label, such as "attention" or "mlp".
-        host: True if new tensors are in host memory, as those of offloaded checkpoints are. A memory simulation, where
-            all tensors are on the CPU, needs to be told.
+        host: True if new tensors are in host memory, as those of offloaded checkpoints are. A memory simulation cannot
+            see that, because all of its tensors are on the CPU.
     """
     if torch.compiler.is_compiling():
         yield

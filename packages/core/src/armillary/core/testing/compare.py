@@ -1,4 +1,4 @@
-"""Comparison of tensors with an oracle, relative to the size of the expected tensor: small gradients count too."""
+"""Comparison of tensors with an oracle, relative to the norm of the expected tensor: small gradients count too."""
 
 from __future__ import annotations
 
