@@ -39,5 +39,5 @@ def test_invalid_numbers_are_refused_with_accepted_ones(text):
 
 def test_numbers_below_one_and_beyond_all_positions():
     assert (whole_number("-3"), whole_number("0"), count_argument(0)("0")) == (-3, 0, 0)
-    with pytest.raises(ValueError, match=r"'1e99' is more than 2\^63 - 1"):
+    with pytest.raises(ValueError, match=r"'1e99' .*2\^63 - 1"):
         whole_number("1e99")

@@ -18,7 +18,7 @@ from armillary.plan.presets import MODELS, cluster_of, model_of
 
 
 def test_short_numbers():
-    assert [short(n) for n in (999, 128_000, 6_144_000)] == ["999", "128k", "6.144M"]
+    assert [short(n) for n in (999, 128_000, 6_144_000, 2 * 10**10)] == ["999", "128k", "6.144M", "20G"]
 
 
 def linear(length: int, device: float = 8000, host: float = 30_000, minimum: int = 4 << 30) -> StepMemory:

@@ -185,7 +185,7 @@ class Inspect:
             rows, layouts = inspect_layouts(
                 store, self.length, self.shards, self.rows, PACKINGS[self.packing], token_bytes, show
             )
-        documents = sum(len(row.ends) - 1 for row in rows) / len(rows)
+        documents = sum(len(row.pieces) for row in rows) / len(rows)
         if self.plot is not None:
             plot_layouts(rows[0], self.shards, token_bytes, self.plot)
         if self.json:

@@ -24,7 +24,7 @@ def quantity(text: str | int) -> int:
     k, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024.
 
     Raises:
-        ValueError: not an integer, less than 1, or more than 2^63 - 1.
+        ValueError: not an integer, less than 1, more than 2^63 - 1, or more than 64 characters.
     """
     number = whole_number(text)
     if number < 1:
@@ -36,7 +36,7 @@ def whole_number(text: str | int) -> int:
     """Parses an integer as `quantity` does, but also accepts zero and negative ones.
 
     Raises:
-        ValueError: not an integer, or more than 2^63 - 1.
+        ValueError: not an integer, more than 2^63 - 1 or less than minus that, or more than 64 characters.
     """
     text = str(text).strip()
     match = NUMBER.fullmatch(text)
@@ -48,7 +48,7 @@ def whole_number(text: str | int) -> int:
     if number.denominator != 1:
         raise ValueError(f"{text!r} is no whole number such as {SUCH_AS}")
     if abs(number) > LARGEST:
-        raise ValueError(f"{text!r} is more than 2^63 - 1, which positions and bytes are counted up to")
+        raise ValueError(f"{text!r} is beyond 2^63 - 1, the largest position and number of bytes")
     return int(number)
 
 
@@ -68,8 +68,8 @@ def count_argument(minimum: int = 1) -> Callable[[str], int]:
 
 
 def short(count: int) -> str:
-    """Returns a number of tokens in at most four digits and a unit: 6.144M."""
-    for unit, factor in (("M", 10**6), ("k", 10**3)):
+    """Returns a number of tokens in at most four digits and a unit: 6.144M. Numbers below 1000 have no unit."""
+    for unit, factor in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if count >= factor:
             return f"{count / factor:.4g}{unit}"
     return str(count)

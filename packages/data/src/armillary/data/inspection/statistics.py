@@ -22,7 +22,7 @@ QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 
 def describe(store: TokenStore) -> dict[str, Any]:
-    """Returns counts of a store, its vocabulary, and the lengths of its documents in tokens (mean, longest, quantiles).
+    """Returns name, counts and vocabulary of a store, and lengths of documents in tokens (mean, longest, quantiles).
 
     For a store of trees also the result of `SegmentTable.count_sequences`, and the tokens of the store as a percentage
     of the unshared tokens.
@@ -59,7 +59,7 @@ class Bin:
 
 
 def histogram(lengths: Index) -> list[Bin]:
-    """Counts documents with 0, 1, 2-3, 4-7, ... tokens, without empty bins at both ends."""
+    """Counts documents with 0, 1, 2-3, 4-7, ... tokens, from the shortest document's bin to the longest one's."""
     if not len(lengths):
         return []
     bits = np.frexp(lengths.astype(np.float64))[1]  # b for lengths of b bits, 2^(b - 1) <= n < 2^b; 0 for 0
@@ -70,7 +70,7 @@ def histogram(lengths: Index) -> list[Bin]:
 
 @dataclass(frozen=True)
 class PackingStatistics:
-    """Cost of a packing, and the balance of its rows under two layouts.
+    """Cost of a packing, and the balance and hops of its rows in some layouts.
 
     The balance of a row is the number of (query, key) pairs of the shard with the most pairs, divided by the mean of
     all shards.
@@ -107,7 +107,7 @@ def measure_packings(
     """Measures every packing of a store in rows of `length` tokens; for trees, only packings that cut no document.
 
     Args:
-        rows: number of rows whose balance is measured.
+        rows: number of rows whose balance is measured, at most those of an epoch.
         progress: called with the number of measured rows and the number of all rows, over all packings and layouts.
 
     Raises:
@@ -128,7 +128,7 @@ def measure_packings(
             progress(i * total + done, len(packings) * total)
 
         zigzag, contiguous, balanced = measure_layouts(sample, shards, 0, ("zigzag", "contiguous", "balanced"), show)
-        documents = mean(len(row.ends) - 1 for row in sample)
+        documents = mean(len(row.pieces) for row in sample)
         balance = (zigzag.pairs, zigzag.worst_pairs, balanced.pairs, balanced.worst_pairs)
         hops = (zigzag.hops, contiguous.hops, balanced.hops)
         waste = sequences.waste()[0]

@@ -45,10 +45,10 @@ class SegmentedTree(NamedTuple):
 
 @dataclass(frozen=True)
 class TreeEncoder(Encoder):
-    """Tokenizes chunks of trees, each segment separately. A tree that the chat template refuses is a broken record."""
+    """Tokenizes chunks of trees, each segment separately. A tree refused by `template_segments` is a broken record."""
 
     def encode(self, batch: Sequence[Document], tokenizer: Tokenizer, counts: Counts) -> Part:
-        """Returns the tokens of some trees (`TreeRecord`), with an end-of-document token after each sequence."""
+        """Returns the tokens of some trees (`TreeRecord`). Each sequence ends with one end-of-document token."""
         template, trees = ChatTemplate.read(self.folder), list[SegmentedTree]()
         for record in cast(Sequence[TreeRecord], batch):
             has_messages = not isinstance(record.nodes[0].content, str)
@@ -78,7 +78,8 @@ def template_segments(
     """Renders the messages of each node as segments, with separate segments for text that the assistant wrote.
 
     Raises:
-        ValueError: no template, one that refuses the messages, or a message that contains a special token.
+        ValueError: no template, one that refuses the messages or writes nothing for them, a message that contains a
+            special token, or text that is not valid UTF-8.
     """
     if template is None or not isinstance(tokenizer, TextTokenizer):
         raise ValueError("messages need a chat template, which the tokenizer's folder has not; give text, or another")
@@ -95,6 +96,7 @@ def template_segments(
         pieces = template.render((*ancestors, *messages), len(ancestors))
         if not pieces:
             raise ValueError("the chat template writes nothing for some messages")
+        "".join(text for text, _ in pieces).encode()  # raises for half of a surrogate pair, which is not UTF-8
         # The pieces of a node are a chain of segments; the weight of its sequence belongs to the last one.
         for i, (text, is_assistant) in enumerate(pieces):
             weight = node.weight if i == len(pieces) - 1 else 0.0

@@ -5,9 +5,9 @@
     {"text": "Once", "children": [{"text": " upon a time"}, {"text": " more", "children": [...]}]}
     {"messages": [...], "children": [{"messages": [...]}, ...]}
 
-Each object or text is a node of the tree. "train" says if the tokens of a node are labels: by default false for a
-prompt, and true for all other nodes. "weight", by default 1, is the weight of the sequence that ends with a node, which
-must have no children. Other fields are ignored.
+The line is the root of a tree, and each of its completions or children a node. "train" says if the tokens of a node are
+labels: by default false for a prompt, and true for all other nodes. "weight", by default 1, is the weight of the
+sequence that ends with a node, which must have no children. Other fields of nodes are ignored.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _add_nodes(nodes: list[TreeNode], value: object, path: str, parent: int) -> 
     kinds = [name for name in ("prompt", "text", "messages") if name in fields]
     if len(kinds) != 1:
         prefix = f"{path}: " if path else ""
-        raise ValueError(f"{prefix}one of the fields 'prompt', 'text' and 'messages' is needed; the fields are {names}")
+        raise ValueError(f"{prefix}give one of 'prompt', 'text' and 'messages' as a field; the fields are {names}")
     kind = kinds[0]
     branches = "completions" if kind == "prompt" else "children"
     if kind == "prompt" and branches not in fields:
@@ -116,7 +116,7 @@ def _fields(value: object, path: str) -> dict[str, Any]:
 
 
 def _content(value: object, path: str) -> str | tuple[Message, ...]:
-    """Returns the content of a node: a text or messages, as checked. `path` is the field's name in error messages."""
+    """Checks and returns the content of a node, a text or messages. `path` is the field's name in error messages."""
     if not isinstance(value, str | list):
         raise ValueError(f"field '{path}' is {_type_name(value)}; give a string, or a list of messages")
     if not value:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +25,7 @@ ASSISTANT = "assistant"
 class ChatTemplate:
     """A Jinja template, and the names of special tokens that it may write.
 
-    Templates cannot ask for the date (`strftime_now`), so that the same messages give the same text every day.
+    Templates cannot call `strftime_now`, which returns the date, so the same messages give the same text every day.
 
     Args:
         source: the template.
@@ -39,7 +40,7 @@ class ChatTemplate:
         """Reads chat_template.jinja, or "chat_template" in tokenizer_config.json; None if the folder has neither.
 
         Raises:
-            ValueError: a file that cannot be read, or several templates without a "default".
+            ValueError: a file that cannot be read, a template that is no text, or several without a "default".
         """
         config, file = folder / CONFIG_FILE, folder / TEMPLATE_FILE
         try:
@@ -49,7 +50,7 @@ class ChatTemplate:
                 source = {template["name"]: template["template"] for template in source}["default"]
             if not isinstance(source, str | None):
                 raise TypeError(f"chat_template={source!r} is no text")
-            tokens = values.get(STORE_NAMES) or {name: values.get(name) for name in NAMES}
+            tokens = values.get(STORE_NAMES, {name: values.get(name) for name in NAMES})
             names = {name: x["content"] if isinstance(x, dict) else x for name, x in tokens.items() if x}
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"the chat template in {folder} cannot be read ({error!r})") from error
@@ -63,11 +64,11 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], start: int = 0) -> list[tuple[str, bool]]:
         """Returns the text of messages from number `start` on, as pieces (text, True if the assistant wrote it).
 
-        Text of the assistant begins after the generation prompt. The joined pieces are the template's text for all
-        messages, without its text for the messages before `start`.
+        Text of the assistant begins after the generation prompt, except in a first message, which has none. The joined
+        pieces are the template's text for all messages, without its text for the messages before `start`.
 
         Raises:
-            ValueError: the template refuses the messages, or the text of a message depends on later ones.
+            ValueError: the template refuses the messages or is invalid, or the text of a message depends on later ones.
         """
         # `before` is the text so far. Each rendering adds a message or a generation prompt; the text that is new in it
         # becomes a piece.
@@ -100,7 +101,11 @@ class ChatTemplate:
         def raise_exception(message: str) -> NoReturn:
             raise ValueError(message)
 
+        def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
         environment.globals["raise_exception"] = raise_exception
+        environment.filters["tojson"] = tojson  # Jinja's own filter escapes characters of HTML
         try:
             return environment.from_string(self.source)
         except jinja.TemplateError as error:

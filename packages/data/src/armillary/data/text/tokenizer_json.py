@@ -38,7 +38,7 @@ def parse_definition(definition: bytes) -> dict[str, Any]:
 
 
 def choose_end(settings: dict[str, Any], end: str | None) -> str:
-    """Returns the name of the end of document: `end`, or the first usual name in the vocabulary.
+    """Returns the name of the end of document: `end`, or the first of the usual names that the vocabulary has.
 
     Raises:
         ValueError: the vocabulary has no such token.
@@ -105,7 +105,7 @@ def read_name(file: Path, key: str) -> str | None:
         token = parse_json(file.read_bytes()).get(key)
         return cast(str | None, token["content"] if isinstance(token, dict) else token)
     except (ValueError, AttributeError, KeyError) as error:
-        raise ValueError(f"{file.name} is broken ({error}); repair it, or give end_of_document") from error
+        raise ValueError(f"{file.name} is broken ({error}); repair it") from error
 
 
 def _added_tokens(settings: dict[str, Any]) -> list[dict[str, Any]]:
