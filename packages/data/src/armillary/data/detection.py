@@ -15,7 +15,7 @@ from armillary.data.text.tokenizer import TextTokenizer
 CONTAINERS = {".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", ".bin", ".idx"}
 """Suffixes of files whose bytes are not the text itself."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-"""Files of which one is in each Hugging Face folder with a tokenizer; only a tokenizer.json can be read."""
+"""Files by which a folder with a tokenizer is recognized; only a tokenizer.json can be read."""
 
 
 def open_tokens(path: Path, model_folder: Path | None = None) -> TokenStore:
@@ -25,14 +25,15 @@ def open_tokens(path: Path, model_folder: Path | None = None) -> TokenStore:
         model_folder: Hugging Face folder of the model.
 
     Raises:
-        ValueError: the path is neither a store nor text, judging by its name and content; or it is a store of bytes,
-            and the model's folder has a tokenizer.
+        ValueError: the path is neither a store nor text, judging by its name and content; it or the tokenizer cannot be
+            read; or it is a store of bytes, and the model's folder has a tokenizer.
+        ImportError: the folder was saved by `datasets`, which is not installed.
     """
     if is_store(path):
         store = open_store(path)
         if store.vocabulary.tokenizer == ByteTokenizer().identity and has_tokenizer(model_folder):
             raise ValueError(
-                f"{store.name} holds bytes, and the model in {model_folder} knows other tokens; prepare it again with "
+                f"{store.name} holds bytes, and the model in {model_folder} has a tokenizer; prepare it again with "
                 f"`armillary-data prepare --tokenizer {model_folder}`"
             )
         return store
@@ -55,7 +56,7 @@ def read_tokenizer(path: Path | None, begin_of_document: str | None = None) -> T
         begin_of_document: name of the token before each text; by default the one in the tokenizer's files, if any.
 
     Raises:
-        ValueError: not a tokenizer.json, or the library that reads it is not installed.
+        ValueError: not a tokenizer.json, another file that cannot be read, or the library for it is not installed.
     """
     if path is None or (begin_of_document is None and path.is_dir() and not has_tokenizer(path)):
         return ByteTokenizer()
@@ -67,7 +68,11 @@ def read_tokenizer(path: Path | None, begin_of_document: str | None = None) -> T
 
 
 def tokenizer_of(path: Path, begin_of_document: str | None = None) -> TwoWayTokenizer | None:
-    """Returns the tokenizer of the tokens at a path, or a `ByteTokenizer` for text; None if the files name none."""
+    """Returns the tokenizer of a store, or a `ByteTokenizer` for text; None for files that name none, or no files.
+
+    Raises:
+        ValueError: the files of the store or of its tokenizer cannot be read.
+    """
     if is_folder(path):
         if has_tokenizer(path):
             return read_tokenizer(path, begin_of_document)

@@ -10,7 +10,7 @@ def optional(module: str, extra: str, package: str = "armillary-data") -> Module
     """Imports `module`, which the extra `extra` of `package` installs.
 
     Raises:
-        ImportError: the module is not installed; the message has the command that installs it.
+        ImportError: the module cannot be imported; the message has the reason, and the command that installs it.
     """
     try:
         return import_module(module)

@@ -58,7 +58,7 @@ before its document ends must be the last piece of its row."""
 
 
 def one_per_row(lengths: Index, length: int, key: str) -> Packed:
-    """Puts each document into a separate row, and drops its tokens after the first N."""
+    """Puts each document into a row of its own, and drops its tokens after the first N."""
     order = permutation(len(lengths), key)
     return Packed(order, np.zeros_like(order), np.minimum(lengths[order], length), np.arange(len(order) + 1))
 
@@ -82,7 +82,7 @@ def greedy(lengths: Index, length: int, key: str) -> Packed:
 
 
 def best_fit(lengths: Index, length: int, key: str) -> Packed:
-    """Cuts no document that fits into a row; rows are padded instead, as little as possible.
+    """Cuts no document that fits into a row; rows are padded instead.
 
     Longer documents are cut every N tokens. Then each piece, from the longest to the shortest, goes into the fullest
     row that has room for it. The shuffle decides the order of pieces of equal length.

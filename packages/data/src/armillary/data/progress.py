@@ -1,4 +1,4 @@
-"""The progress bar of all commands, on stderr."""
+"""The progress bar of commands, on stderr."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Bar(Progress):
     Args:
         description: name of the work; `show` may change it.
         in_bytes: True if counts are bytes, shown as MB.
-        lines: True prints a line after each tenth of the work if stderr is not a terminal.
+        lines: True prints a line after each tenth of the work, counted in bytes, if stderr is not a terminal.
         quiet: True shows nothing, such as with --json.
     """
 

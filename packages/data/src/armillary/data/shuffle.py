@@ -26,7 +26,7 @@ def stable_hash(key: bytes | str) -> int:
 
 
 def random_bits(key: str, indices: Index) -> npt.NDArray[np.uint64]:
-    """Returns 64 random bits for each of `indices`, uint64: output i of the splitmix64 generator seeded by `key`.
+    """Returns 64 random bits for each index i, uint64: splitmix64's output at i steps after the hash of `key`.
 
     Each output is computed directly, without the earlier ones. The constants are those of Steele, Lea and Flood,
     "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014).

@@ -49,10 +49,10 @@ class TokenStore:
         name: name in error messages; usually a path.
         arrays: 1-D arrays of integers, whose concatenation is the sequence of all tokens. No document continues from
             one array into the next.
-        starts, stops: int64 [D], first token of each document in this sequence, and its last token + 1. The last token
-            is the end of document.
+        starts, stops: int64 [D], first token of each document in this sequence, and its last token + 1. In stores of
+            `armillary-data prepare` and of `TokenStore.of` the last token is the end of document.
         vocabulary: vocabulary of the tokens.
-        content: identity of the tokens: stores with equal `content` have equal documents.
+        content: identity of the tokens: stores with equal `content` count as equal.
         hashes: uint64 [D], hash of each document's text (of a tree, of its root's), by which `split` chooses training
             or validation; by default the hash of the document's index.
         trees: if documents are trees, such as prompts with several completions, their segments; else None.
@@ -120,8 +120,8 @@ class TokenStore:
 
         Raises:
             IndexError: the range is not inside the document.
-            DamagedInput: a token is not in the vocabulary, because the files were changed. The message names the token
-                and the document.
+            DamagedInput: a token is not in the vocabulary, because the files were changed or have another tokenizer.
+                The message names the token and the document.
         """
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
@@ -145,8 +145,8 @@ class TokenStore:
         position = start + i * step
         raise DamagedInput(
             f"{self.name}: token {position} of document {document} (token {int(self.starts[document]) + position} of "
-            f"the store) is {tokens[i]}, outside of the vocabulary of {size}; the files were changed, see "
-            "`armillary-data info --verify`"
+            f"the store) is {tokens[i]}, outside of the vocabulary of {size}; the files were changed (see "
+            "`armillary-data info --verify`) or have another tokenizer"
         )
 
     def tree(self, document: int) -> SegmentTree:
@@ -157,7 +157,7 @@ class TokenStore:
         return SegmentTree(np.zeros(1, np.int64), np.array([stop - start]), (-1,), np.ones(1, np.bool_), np.ones(1))
 
     def with_vocabulary(self, size: int) -> TokenStore:
-        """Returns the store with a vocabulary of `size` tokens, if its files do not record a size."""
+        """Returns the store with a vocabulary of `size` tokens, or unchanged if its files record a size."""
         if self.vocabulary.size is not None:
             return self
         return replace(self, vocabulary=replace(self.vocabulary, size=size))
@@ -172,9 +172,10 @@ class TokenStore:
 
         A document is in the validation store if the hash of its text is below a threshold. So the choice does not
         depend on other documents, on their order or on the tokenizer. Copies of a text are in the same store, unless
-        all documents are copies of one text. A store that would be empty gets the documents with the hash nearest to
-        the threshold. Empty documents are left out. The fraction counts documents, not tokens. If the store has a
-        single document, it is cut in two: its last `validation_fraction` of tokens is the validation document.
+        all documents are copies of one text. Megatron's files and `datasets` folders have no hashes of texts: there the
+        choice depends on the number of the document. A store that would be empty gets the documents with the hash
+        nearest to the threshold. Empty documents are left out. The fraction counts documents, not tokens. If the store
+        has a single document, it is cut in two: its last `validation_fraction` of tokens is the validation document.
 
         Raises:
             ValueError: a fraction that is not between 0 and 1; less than 2 tokens, or a single tree, to split.

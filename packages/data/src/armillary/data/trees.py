@@ -28,7 +28,7 @@ SegmentArray = npt.NDArray[np.void]
 
 @dataclass(frozen=True, eq=False)
 class SegmentTree:
-    """Segments in depth-first order: the parent of a segment is the segment before it, or an ancestor of that segment.
+    """Segments in depth-first order: the parent of a segment is the segment before it, an ancestor of that, or none.
 
     Args:
         starts, lengths: int64 [S], first token of each segment in its document, and its number of tokens.

@@ -19,7 +19,7 @@ REFUSALS = (ValueError, ImportError, OSError)
 
 
 class DamagedInput(ValueError):
-    """A file is damaged. After the work has begun, a command may exit with `FAILED` for it, not `REFUSED`."""
+    """A file is damaged. If the work has begun, `armillary-train` exits with `FAILED` for it, not with `REFUSED`."""
 
 
 MACHINE_ERRORS = frozenset(
@@ -37,7 +37,7 @@ def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) 
     """Context manager that prints an error of its block in one line and ends the process.
 
     The exit code is 2 for errors in `REFUSALS`, or 1 if the machine or another process failed; 130 for ^C. Other errors
-    are bugs and keep their traceback, and so do the errors of `REFUSALS` after the work has begun.
+    keep their traceback, and so do the errors of `REFUSALS` after the work has begun.
 
     Args:
         is_started: returns True once the work has begun.

@@ -12,7 +12,7 @@ from armillary.data.optional import optional
 
 
 def check_picture(path: Path, flag: str) -> None:
-    """Raises if `path` is not a path for a new PNG, so that a command fails before it starts its work.
+    """Checks the path of a PNG to write, so that a command fails before it starts its work.
 
     Raises:
         ValueError: another suffix, a folder, or a missing parent folder. The message names `flag`.
@@ -21,7 +21,7 @@ def check_picture(path: Path, flag: str) -> None:
         raise ValueError(f"{flag} {path}: pictures are PNGs; give a name that ends in .png")
     if path.is_dir() or not path.parent.is_dir():
         reason = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-        raise ValueError(f"{flag} {path}: {reason}; give the path of a new file")
+        raise ValueError(f"{flag} {path}: {reason}; give the path of a file to write")
 
 
 @contextmanager

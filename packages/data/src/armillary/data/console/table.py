@@ -74,7 +74,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int |
 def column_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> list[int]:
     """Returns the width of each column in characters, reduced as far as words allow until a line has at most `width`.
 
-    Columns of numbers, whose heads wrap, are reduced before columns of words, and among these the widest first.
+    Columns of numbers, whose heads wrap, are reduced before columns of words; of each kind the widest first.
     """
     cells = [[row[i] for row in rows if row] for i in range(len(columns))]
     widths = [longest([column.head, *texts]) for column, texts in zip(columns, cells, strict=True)]

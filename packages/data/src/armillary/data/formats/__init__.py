@@ -22,13 +22,13 @@ def open_store(
     Args:
         path: a folder made by `armillary-data prepare` or saved by Hugging Face `datasets`, or Megatron's `path.bin`
             and `path.idx` (the path of either, or without suffix).
-        tokenizer: refuse a store made by another tokenizer.
+        tokenizer: refuse a store whose files name another tokenizer.
         column: column of a `datasets` folder with lists of tokens.
 
     Raises:
-        ValueError: not a store; files that cannot be read, are cut off or have other content (the message names the
-            byte); or another tokenizer.
-        ImportError: `datasets`, which reads a folder saved by it, is not installed.
+        ValueError: not a store, or an unfinished one; a file that cannot be read, is cut off, too long or of another
+            format; a `datasets` folder with several splits or without such a column; or another tokenizer.
+        ImportError: the folder was saved by `datasets`, which is not installed.
     """
     path = Path(path)
     with readable(path):
@@ -55,7 +55,11 @@ def open_store(
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    """Returns True if a path is a store for `open_store`, or an incomplete one of `armillary-data prepare`."""
+    """Returns True if a path looks like a store for `open_store`, or an unfinished one of `armillary-data prepare`.
+
+    Raises:
+        ValueError: the path cannot be read.
+    """
     path = Path(path)
     with readable(path):
         return is_folder(path) or megatron_prefix(path) is not None or is_arrow(path) or partial_folder(path).is_dir()

@@ -21,11 +21,11 @@ def open_arrow(path: Path, column: str = "input_ids") -> TokenStore:
 
     Raises:
         ImportError: `datasets` is not installed.
-        ValueError: several splits, no such column, or a column that is not lists of integers.
+        ValueError: `load_dataset` refuses the folder; no such column, or one that is not lists of integers; no rows.
     """
     dataset = load_dataset(path)
     chunks = _list_arrays(path, dataset.data.table, column)
-    # An Arrow array of lists is one array of values, and the offsets in it at which lists begin and the last one ends.
+    # An Arrow array of lists is one array of values, and the offset at which each list begins, then the last one's end.
     arrays: list[Integers] = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
     array_starts = np.cumsum([0, *map(len, arrays)])[:-1]
     boundaries = [
@@ -38,7 +38,7 @@ def open_arrow(path: Path, column: str = "input_ids") -> TokenStore:
 
 
 def _list_arrays(path: Path, table: Any, column: str) -> list[Any]:
-    """Returns the chunks of a column: Arrow arrays of lists of integers."""
+    """Returns the chunks of a column: Arrow arrays of lists of integers, without missing values."""
     types = optional("pyarrow", "datasets").types
     if column not in table.column_names:
         raise ValueError(f"{path} has no column {column!r}; its columns are {', '.join(table.column_names)}")

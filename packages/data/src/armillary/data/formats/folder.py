@@ -3,8 +3,8 @@
 - `tokens.bin`: tokens of all documents, little-endian, each document with its end-of-document token.
 - `documents.bin`: int64 [D + 1], boundaries of the documents: 0, end of the first, ..., number of tokens.
 - `hashes.bin`: uint64 [D], a hash of each document's text; of a tree, of its root's text.
-- `segments.bin`: segments of documents that are trees (`armillary.data.trees.SEGMENT`), 24 bytes each.
-- `store.json`: vocabulary, sizes of the files, and a CRC-32 of every 64 MiB of each file.
+- `segments.bin`: only for trees, their segments (`armillary.data.trees.SEGMENT`), 24 bytes each.
+- `store.json`: dtype, counts, vocabulary, a summary, and a CRC-32 of every 64 MiB of each `.bin` file (`Header`).
 - `tokenizer.json`, `tokenizer_config.json`: the tokenizer, unless it is "bytes".
 
 `open_folder` maps a store, `verify_folder` compares its checksums.
@@ -49,8 +49,8 @@ class Header:
         dtype: dtype of the tokens, such as "uint16".
         tokens, documents: number of tokens and number of documents.
         vocabulary: vocabulary of the tokens.
-        checksums: for each file, a CRC-32 of every block of `BLOCK` bytes.
-        summary: key of the preparation, and counts of omitted and changed documents (`armillary-data info` shows them).
+        checksums: for each `.bin` file, a CRC-32 of every block of `BLOCK` bytes.
+        summary: key and begin-of-document token of the preparation, and its `Counts` of documents.
         segments: number of segments of trees; 0 for stores without trees.
     """
 
@@ -68,7 +68,7 @@ class Header:
         return np.dtype(self.dtype).newbyteorder("<")
 
     def sizes(self) -> dict[str, int]:
-        """Returns the size of each file in bytes."""
+        """Returns the size of each `.bin` file in bytes."""
         return {
             TOKENS: self.tokens * self.token_type.itemsize,
             DOCUMENTS: 8 * (self.documents + 1),
@@ -96,7 +96,7 @@ class Header:
         """Reads the header of a folder.
 
         Raises:
-            ValueError: another format or version.
+            ValueError: another format or version, or a file that cannot be read.
         """
         path = folder / HEADER
         try:
@@ -111,7 +111,7 @@ class Header:
         raise ValueError(f"{path} is {version[0]!r} version {version[1]}; this reads {FORMAT!r} version 1 or 2")
 
     def _check(self) -> None:
-        """Raises ValueError for values of a wrong type or range, which JSON does not exclude."""
+        """Raises ValueError for a wrong type, range or number of checksums, which JSON does not exclude."""
         vocabulary = self.vocabulary
         counts: dict[str, Any] = {"tokens": self.tokens, "documents": self.documents, "segments": self.segments}
         optional = {"vocabulary.size": vocabulary.size, "vocabulary.end_of_document": vocabulary.end_of_document}
@@ -138,7 +138,7 @@ def readable(path: Path) -> Generator[None, None, None]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a file atomically, and returns when it is on disk."""
+    """Writes a file atomically: its bytes are on disk before it has its name."""
     partial = path.with_name(path.name + ".new")
     with partial.open("wb") as file:
         file.write(data)
@@ -161,7 +161,8 @@ def open_folder(path: Path) -> TokenStore:
     """Maps the store in a folder into memory. Checks the sizes of its files; `verify_folder` compares checksums.
 
     Raises:
-        ValueError: another format; a file that is missing, cut off or too long; boundaries of documents that decrease.
+        ValueError: another format; a file that is missing, cut off or too long; boundaries of documents that decrease
+            or do not run from 0 to the number of tokens; segments without tokens.
     """
     header = Header.read(path)
     _check_sizes(path, header)
@@ -174,11 +175,11 @@ def open_folder(path: Path) -> TokenStore:
 
 
 def verify_folder(path: Path) -> Iterator[int]:
-    """Reads all bytes of a store and compares checksums. Yields the size of each block.
+    """Reads all bytes of a store's `.bin` files and compares checksums. Yields the size of each block.
 
     Raises:
-        ValueError: a block that does not match its checksum, or a token outside of the vocabulary. The message names
-            the bytes.
+        ValueError: a file with another size than the header's, a block that does not match its checksum, or a token
+            outside of the vocabulary. The message names the bytes.
     """
     header = Header.read(path)
     _check_sizes(path, header)

@@ -16,8 +16,7 @@ from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore, Vocabulary
 
 SAMPLE = 2**12
-"""Tokens in each of two samples whose checksums identify the content: the first tokens, and tokens spread evenly over
-the file."""
+"""Tokens in a sample of the first tokens; a sample spread evenly over the file has up to twice as many."""
 MAGIC = b"MMIDIDX\x00\x00"
 """First bytes of an index; `HEADER` follows."""
 HEADER = np.dtype([("version", "<u8"), ("dtype", "u1"), ("sequences", "<u8"), ("documents", "<u8")])
@@ -72,11 +71,11 @@ class MegatronIndex:
         """Returns the first token of each document, and its last token + 1: int64 [D] each.
 
         Raises:
-            ValueError: there are gaps between sequences, or the documents do not contain all sequences in order.
+            ValueError: sequences do not follow one another in order, or documents do not contain all of them in order.
         """
         ends = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
         if np.any(self.lengths < 0) or np.any(self.pointers != ends[:-1] * self.dtype.itemsize):
-            raise ValueError(f"{path}: sequences do not follow one another without gaps; write the dataset again")
+            raise ValueError(f"{path}: sequences do not directly follow one another; write the dataset again")
         first_and_last = (*self.documents[:1].tolist(), *self.documents[-1:].tolist())
         if first_and_last != (0, len(self.lengths)) or np.any(np.diff(self.documents) < 0):
             raise ValueError(
@@ -87,7 +86,7 @@ class MegatronIndex:
 
 
 def megatron_prefix(path: Path) -> Path | None:
-    """Returns the path without its suffix if a `.bin` and a `.idx` of this name exist, else None."""
+    """Returns the path without `.bin` or `.idx` if both files exist, else None."""
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return prefix if all(Path(f"{prefix}{suffix}").is_file() for suffix in (".bin", ".idx")) else None
 
@@ -98,7 +97,7 @@ def open_megatron(prefix: Path) -> TokenStore:
     The files do not record a vocabulary, nor if an end-of-document token follows each document.
 
     Raises:
-        ValueError: files that are cut off, too long, or of another format.
+        ValueError: a file that is cut off, too long or of another format, or an index that `bounds` refuses.
     """
     tokens_path, index_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     index = MegatronIndex.read(index_path)
@@ -106,7 +105,7 @@ def open_megatron(prefix: Path) -> TokenStore:
     size = tokens_path.stat().st_size
     check_size(tokens_path, size, int(stops.max(initial=0)) * index.dtype.itemsize, "index")
     tokens = map_file(tokens_path, index.dtype)
-    # The content is identified by a sample of the tokens: reading all of them would take as long as an epoch.
+    # Checksums of the index and of two samples of tokens identify the content; reading all tokens would take too long.
     samples = index.lengths, index.documents, tokens[:SAMPLE], tokens[:: max(1, len(tokens) // SAMPLE)]
     checksums = "-".join(f"{crc32(np.ascontiguousarray(sample).data):08x}" for sample in samples)
     content = f"megatron-{size}-{len(starts)}-{checksums}"

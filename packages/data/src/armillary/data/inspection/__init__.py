@@ -1,1 +1,1 @@
-"""Statistics of stores and packings, as figures, tables and a plot."""
+"""Statistics of stores, packings and layouts, their tables and plots."""

@@ -28,9 +28,9 @@ class LayoutStatistics:
     """Cost of one layout, on average over rows.
 
     Args:
-        rows: number of rows that have such a layout; "uncut documents" needs as many documents as shards.
+        rows: number of rows that have such a layout; "uncut documents" needs a document, or padding, for each shard.
         hops: number of times that a token is sent to the next rank, in one rotation of keys around a ring.
-        sent_bytes: bytes that a rank sends in one layer, forward and backward.
+        sent_bytes: mean bytes that a rank sends in one layer, forward and backward.
         pairs: (query, key) pairs of the shard with the most pairs, divided by the mean of all shards.
         tokens: tokens of the largest shard, divided by the mean of all shards.
         worst_pairs, worst_tokens: the largest `pairs` and the largest `tokens` of a single row.
@@ -49,7 +49,7 @@ class LayoutStatistics:
 
 
 def packed_rows(store: TokenStore, length: int, packing: Packing, rows: int) -> list[PackedRow]:
-    """Returns the first rows of a packed store.
+    """Returns at most the first `rows` rows of a packed store's first epoch.
 
     Raises:
         ValueError: `PackedSequences` refuses an argument.
@@ -125,7 +125,7 @@ def inspect_layouts(
     """Returns the first rows of a packed store, and the cost of each layout on them.
 
     Args:
-        rows: number of rows to measure.
+        rows: number of rows to measure, at most those of an epoch.
         token_bytes, progress: as in `measure_layouts`.
 
     Raises:

@@ -13,7 +13,7 @@ from armillary.data.loader.epochs import PackedRow
 from armillary.data.store import TokenStore
 
 PICTURE_COLUMNS = 2000
-"""Maximum columns of pixels for the positions of a row."""
+"""Maximum number of positions that are drawn of a row, spread evenly over it."""
 
 
 def plot_lengths(store: TokenStore, path: Path) -> None:
@@ -47,13 +47,14 @@ def plot_layouts(row: PackedRow, shards: int, token_bytes: int, path: Path) -> N
         token_bytes: bytes sent per token and hop, forward and backward.
 
     Raises:
+        ValueError: more shards than tokens.
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
     measured = {each.layout: each for each in measure_layouts([row], shards, token_bytes)}
     names, length = [name for name in LAYOUTS if name in measured], row.ends[-1]
     columns = min(length, PICTURE_COLUMNS)
-    owners = np.zeros((len(names), columns))  # the shard of the position at each column of pixels
+    owners = np.zeros((len(names), columns))  # the shard of each drawn position
     for i, name in enumerate(names):
         layout = layout_for(name, row, shards)
         assert layout is not None

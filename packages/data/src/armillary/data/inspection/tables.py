@@ -23,7 +23,7 @@ LABELS = {
 
 
 def print_omissions(header: Header) -> None:
-    """Prints a line for each reason for which documents of the input were left out or changed."""
+    """Prints a line for each reason why documents of the input were left out or changed."""
     sentences = {
         "empty": "documents without text were left out",
         "binary": "binary files were left out",
@@ -72,7 +72,7 @@ def print_packings(packings: Sequence[PackingStatistics], length: int, shards: i
         "balanced: hops of a token": [f"{p.balanced_hops:.3f}" for p in packings],
         "balanced: most spans of a shard": [f"{p.spans}" for p in packings],
     }
-    print(f"rows of {length:,} tokens, {shards} shards; balance is the slowest shard over the mean,")
+    print(f"rows of {length:,} tokens, {shards} shards; balance is the pairs of the fullest shard over the mean,")
     print("hops are around a ring of the shards: bytes sent are in proportion\n")
     heads = [Column("packing", text=True), *(Column(p.packing) for p in packings)]
     print_table(heads, [[name, *values] for name, values in rows.items()])
@@ -82,7 +82,7 @@ def print_layouts(layouts: Sequence[LayoutStatistics], length: int, shards: int,
     """Prints the cost of layouts, a row for each.
 
     Args:
-        documents: mean number of pieces of documents in a row.
+        documents: mean number of pieces of documents, or of segments of trees, in a row.
     """
     print(f"{rows} rows of {length:,} tokens with {documents:.1f} pieces of documents each, {shards} shards;")
     print("MiB that a rank sends in a layer, forward and backward, around a ring;")

@@ -23,17 +23,17 @@ class Batch:
 
     Args:
         tokens: int64 [B, T].
-        labels: int64 [B, T], for each token the next token of its document, or `IGNORE`. For stores of trees these are
-            `LabelTriples`: a token has several labels if the tree branches after it.
+        labels: int64 [B, T], for each token the next token of its document, or `IGNORE`. If any store has trees these
+            are `LabelTriples`: a token has several labels if the tree branches after it.
         positions: int64 [B, T], counted from the start of the row, or with `reset_positions` from the start of the
-            document in the row.
+            document in the row; in rows of trees along the path from the root.
         documents: boundaries of each row's documents (0, end of the first, ..., N), equal on all shards. Attention
             masks take them as their argument `documents`. Padding at the end of a row counts as a document. For trees
             these are the boundaries of segments.
         layout: layout of the rows over shards.
         rows: numbers of the B rows, counted over all steps; empty for batches that no loader has made.
-        parents: for stores of trees, the parent of each segment of each row, or -1. `documents` and `parents` define
-            the mask of trees.
+        parents: if any store has trees, the parent of each segment of each row, or -1; else None. `documents` and
+            `parents` define the mask of trees.
     """
 
     tokens: Tensor

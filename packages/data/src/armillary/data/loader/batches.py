@@ -86,7 +86,7 @@ class Batches(ABC):
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of rows read by all ranks together, and the settings that rows depend on."""
+        """Returns the number of rows read by all replicas together, and the settings that rows depend on."""
         return {"rows": self._rows_read, **self._settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> Self:
@@ -111,7 +111,7 @@ class Batches(ABC):
 
     @abstractmethod
     def _make_batch(self, rows: range) -> Batch:
-        """Returns this rank's shard of the rows numbered `rows`. Runs in a thread, so it must not call collectives."""
+        """Returns this rank's shard of the rows numbered `rows`. May run in a thread and must not call collectives."""
 
     @abstractmethod
     def describe(self, row: int) -> str:

@@ -67,7 +67,7 @@ class Epochs:
         key: key of all shuffles, which contains the seed.
 
     Raises:
-        ValueError: a store without tokens.
+        ValueError: a store without tokens, or a packing that puts no tokens or more than N into a row.
     """
 
     def __init__(self, store: TokenStore, length: int, packing: Packing, key: str) -> None:

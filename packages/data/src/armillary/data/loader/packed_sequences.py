@@ -25,7 +25,7 @@ stores, weights, N, packing and seed, so that a state of an earlier release is r
 class PackedSequences(Batches):
     """Batches of rows of exactly N tokens, packed from one or several stores; each rank reads its own shard.
 
-    An epoch reads every document once, in a new order and packing. Several stores are mixed row by row, by weight, and
+    An epoch packs every document once, in a new order. Several stores are mixed row by row, by weight, and
     each store starts its next epoch when its rows are used up. The tokens of row r depend only on the stores, N, the
     packing, the weights and the seed, which must be equal on all ranks; layouts and the number of ranks decide which
     rank holds which token.
@@ -35,8 +35,8 @@ class PackedSequences(Batches):
     communication. A packed epoch takes 24 bytes of memory per piece of a document and 16 per row; two are kept.
 
     If any store has trees, labels are `LabelTriples` in all batches (weight 1 in plain documents), and positions in
-    rows of trees count along the path from the root. Trees are never cut: a tree longer than a row is split into
-    several trees with as many sequences as fit, which repeat the segments that they share.
+    rows of trees count along the path from the root. A tree longer than a row is split into several trees with as many
+    sequences as fit, which repeat the segments that they share; a single sequence longer than a row is truncated.
 
     A new iteration continues after the batch that was returned most recently, or from the loaded state. `batch` returns
     the batch of any step.
@@ -50,18 +50,20 @@ class PackedSequences(Batches):
             that the epochs of all stores end together. Only ratios matter: [1, 3] and [0.25, 0.75] give equal rows.
         replica, replicas: index of this rank's data-parallel group and number of these groups. Each group reads other
             `rows_per_batch` rows of a global batch.
-        packing: a packing function; its name is part of the state. Trees need best_fit or one_per_row.
+        packing: a packing function; its name is part of the state. Trees need one that cuts no document that fits into
+            a row, such as best_fit or one_per_row.
         reset_positions: count positions from the start of each document instead of the start of the row.
         layout_for: returns the layout of a batch, such as a balanced one, from its `documents`; if any store has trees,
             from its `documents` and `parents`. The layout must have the length and shards of `layout` and be the same
-            on all ranks. `layout_for` and `packing` run in the prefetching thread and must not call collectives.
-        plan: function that the prefetching thread calls with each batch, for example to plan the attention of the batch
-            before its step begins (`attend.plan_ahead`).
+            on all ranks. `layout_for` and `packing` may run in the prefetching thread and must not call collectives.
+        plan: function that is called with each batch, in the thread that makes it, for example to plan the attention of
+            the batch before its step begins (`attend.plan_ahead`).
         ahead: number of batches to prefetch.
 
     Raises:
-        ValueError: a shard or replica out of range, rows_per_batch or replicas below 1, ahead below 0, no documents,
-            different tokenizers, or weights that are not one number above 0 for each store.
+        ValueError: a shard or replica out of range, rows_per_batch or replicas below 1, ahead below 0, no stores, one
+            without tokens, different tokenizers, weights that are not one number above 0 for each store, or a packing
+            without a name, one that cuts trees or one whose rows are empty or longer than N.
     """
 
     def __init__(

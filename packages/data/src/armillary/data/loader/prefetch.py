@@ -28,7 +28,7 @@ class Prefetch(Generic[T]):
         self._futures: dict[int, Future[T]] = {}
 
     def get(self, number: int, ahead: Sequence[int] = ()) -> T:
-        """Returns item `number`, starts making the items in `ahead`, and cancels all other items."""
+        """Returns item `number`, starts making the items in `ahead`, and discards all other items."""
         if self._process != os.getpid():
             self._start_thread()  # threads do not survive a fork
         numbers = [number, *ahead]

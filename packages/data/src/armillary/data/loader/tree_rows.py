@@ -30,7 +30,7 @@ class TreeRow(PackedRow):
 
     Args:
         parents: for each segment the index of its parent among the row's segments; -1 for roots and padding.
-        weights: float64 [S], weight of the labels in each segment; 0 for padding.
+        weights: float64 [S], weight of each label in a segment; 0 for padding.
         depths: number of tokens before each segment on its path.
     """
 
@@ -66,7 +66,7 @@ class TreeRow(PackedRow):
 
 
 class TreeEpochs(Epochs):
-    """Epochs of a store of trees. A tree longer than a row is split into several trees, and no tree is cut.
+    """Epochs of a store of trees. A tree longer than a row is split into several trees (`SegmentTree.split`).
 
     Items to pack are first the trees that fit into a row, then the trees into which `SegmentTree.split` splits the
     longer ones.

@@ -27,7 +27,7 @@ def cutter_of(file: File, format: Format) -> Cutter:
     """Returns the cutter for a file, chosen by its suffix if the format is "auto".
 
     Raises:
-        ValueError: a .zst file, which cannot be decompressed here.
+        ValueError: a .zst file, which cannot be decompressed here, unless the format is "text".
     """
     name = file.path.name.lower()
     if file.path.is_dir():
@@ -49,7 +49,7 @@ def cut_text(files: Sequence[File], field: str | None, size: int) -> Iterator[In
 
 
 def cut_jsonl(files: Sequence[File], field: str | None, size: int) -> Iterator[InputChunk]:
-    """Cuts files into ranges of `size` bytes, which may begin inside a line: see `read_jsonl`."""
+    """Cuts files into ranges of at most `size` bytes, which may begin inside a line: see `read_jsonl`."""
     for file in files:
         for start in range(0, file.bytes, size):
             stop = min(start + size, file.bytes)

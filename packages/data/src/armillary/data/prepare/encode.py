@@ -29,7 +29,7 @@ BATCH_BYTES = 2**20
 
 @dataclass
 class Counts:
-    """Number of documents by outcome, and the name of the first one with replaced text and of the first skipped one."""
+    """Number of documents by outcome, bytes of text, and the names of the first replaced and the first skipped one."""
 
     documents: int = 0
     text_bytes: int = 0
@@ -114,7 +114,7 @@ class Encoder:
 
 
 def tokenizer_in(folder: Path) -> Tokenizer:
-    """Returns the tokenizer in the folder of a store; built once per process."""
+    """Returns the tokenizer in the folder of a store; the last one is cached."""
     files = folder / TOKENIZER, folder / TOKENIZER_CONFIG
     return _build(folder, *(file.read_bytes() for file in files)) if files[0].exists() else ByteTokenizer()
 

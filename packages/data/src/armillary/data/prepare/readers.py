@@ -80,7 +80,7 @@ class InputChunk:
         return self.files[0].name
 
 
-# The names of these functions are part of `fingerprint`: if one is renamed, interrupted preparations cannot resume.
+# The names of these functions are part of `fingerprint`: if one is renamed, earlier preparations are not recognized.
 
 
 def read_text(chunk: InputChunk) -> Iterator[Document | Invalid]:

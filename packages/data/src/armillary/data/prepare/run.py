@@ -1,7 +1,7 @@
 """`prepare`: tokenizes input files into the folder of a store, in several processes and resumable.
 
-The files are first written to the folder `path.partial`, with a key: a hash of inputs and settings. A run with the same
-key resumes there. A complete store is moved to `path` by one rename.
+The files of the store are first written to the folder `path.partial`, with a key: a hash of inputs and settings. A run
+with the same key resumes there. A complete store is moved to `path` by one rename.
 """
 
 from __future__ import annotations
@@ -51,15 +51,17 @@ class Preparation:
         output: folder of the store.
         tokenizer: "bytes"; "bpe", which is trained on the input; or the path of a tokenizer.json or of its folder.
         vocab_size: vocabulary size of a trained tokenizer.
-        end_of_document: name of the token after each document; by default from the tokenizer's files.
+        end_of_document: name of the token after each document; by default from the tokenizer's files. Tokenizers bytes
+            and bpe have their own.
         begin_of_document: name of a token before each document; by default none.
         format: format of all inputs; auto detects it from the suffix of each file. trees: JSONL of prompts with
             completions.
         text_field: JSONL field, or column of a table, with the text.
         invalid: policy for text that is not UTF-8: refuse stops, replace puts U+FFFD for invalid bytes, skip leaves the
             document out. Records that cannot be read are left out with skip, and refused otherwise.
-        overwrite: start over, and replace the store at the output when the new one is complete.
-        chunk_bytes: bytes of text that a worker tokenizes at a time.
+        overwrite: discard an unfinished store of other input or settings, and replace the store at the output when the
+            new one is complete.
+        chunk_bytes: bytes of text that a worker tokenizes at a time, about.
     """
 
     inputs: Positional[Sequence[Path]]
@@ -92,16 +94,17 @@ def prepare(
     """Prepares a store, or resumes an interrupted preparation. Returns the header of the store.
 
     The same input gives the same bytes, for any number of workers and interruptions. If the output is already a
-    complete store of the same input and settings, it is not changed. Worker processes import the caller's main module,
-    so scripts must call this under `if __name__ == "__main__":`.
+    complete store of the same input and settings, it is not changed, unless `overwrite` is set. Worker processes import
+    the caller's main module, so scripts must call this under `if __name__ == "__main__":`.
 
     Args:
         workers: number of processes; by default the number of available CPUs.
-        report: called after each chunk.
+        report: called at the start and after each chunk.
 
     Raises:
         ValueError: invalid input, tokenizer or settings; other files at the output; another process that writes there.
-        OSError: the disk is full or gone, or a worker was killed. Finished parts are kept, and the same call resumes.
+        ImportError: the package that reads a format or the tokenizer is not installed.
+        OSError: the output cannot be written, or a worker was killed. Finished parts are kept; the same call resumes.
     """
     # 1. Check everything that can be checked without reading the text, which may take hours.
     workers = cpu_count() if workers is None else workers
@@ -240,7 +243,7 @@ def _check_settings(plan: Preparation, workers: int) -> None:
 
 
 def _check_paths(plan: Preparation) -> None:
-    """Raises ValueError for inputs that are stores, are inside the output, or contain it."""
+    """Raises ValueError for an output without a name, and for inputs that are stores, are inside it, or contain it."""
     output = _resolve(plan.output)
     if not plan.output.name:
         raise ValueError(f"the output {plan.output} has no name of its own; give the path of a new folder")

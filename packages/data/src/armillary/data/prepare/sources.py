@@ -46,8 +46,9 @@ def chunks(
         text_field: field of JSONL objects, or column of a table, with the text of a document.
 
     Raises:
-        ValueError: a path that does not exist, cannot be read or has no text; a column that is missing or has no
-            strings; a file that is in two inputs; a .zst file; a saved dataset with several splits.
+        ValueError: a path that does not exist, cannot be read or has no text; an input that is a binary file; a column
+            that is missing or has no strings; a file that is in two inputs; a .zst file; a saved dataset with several
+            splits, or in a folder of an input.
         ImportError: the package that reads Parquet or saved datasets is not installed.
     """
     if not inputs:
@@ -71,8 +72,8 @@ def chunks(
 def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Reads the documents of a chunk in order, named like `a.txt`, `a.jsonl:byte 1234` or `a.parquet:row 17`.
 
-    Yields `Invalid` for a record or file that is not a document: JSON that does not parse, a missing or null field, a
-    binary file in a folder. Documents may be empty.
+    Yields `Invalid` for a record or file that is not a document: JSON that does not parse, a field that is missing or
+    no string, an invalid tree, a binary file in a folder. Documents may be empty.
 
     Raises:
         ValueError: a file cannot be read.
@@ -87,7 +88,7 @@ def fingerprint(chunks: Sequence[InputChunk]) -> str:
     """Returns a hash of the names, sizes and modification times of all files, and of the chunks: 64 hex digits.
 
     Raises:
-        ValueError: a file no longer exists.
+        ValueError: a file cannot be found.
     """
     digest = hashlib.sha256()
     for chunk in chunks:

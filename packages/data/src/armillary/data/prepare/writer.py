@@ -1,8 +1,8 @@
 """`StoreWriter`: appends tokenized parts to a store, such that a killed process loses at most the last seconds of work.
 
 Files grow in the folder `path.partial` until the store is complete. `progress.json` in this folder records the valid
-size of each file. It is replaced atomically after the files have been flushed to disk, and a run that resumes truncates
-the files to these sizes.
+size of each file, its checksums, and counts. It is replaced atomically after the files have been flushed to disk, and a
+run that resumes truncates the files to these sizes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from armillary.data.store import Integers, Vocabulary
 from armillary.data.trees import SEGMENT, SegmentArray
 
 SYNC_SECONDS = 2.0
-"""Seconds between flushes to disk: the work that a killed process loses."""
+"""Least seconds between flushes to disk: about the work that a killed process loses."""
 
 
 @dataclass(frozen=True, eq=False)

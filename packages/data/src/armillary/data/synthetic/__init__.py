@@ -1,7 +1,7 @@
 """Synthetic long-context tasks with known answers, in rows of any length.
 
-Every token is a hash of (seed, row, position): a rank computes the tokens of its own shard, and nothing is stored or
-sent. `AssociativeRecall` and `Needle` ask at the end of a row for tokens far before it, `Copy` for its first half.
+Every token is a function of (seed, row, position): a rank computes the tokens of its own shard, and nothing is stored
+or sent. `AssociativeRecall` and `Needle` ask at the end of a row for tokens far before it, `Copy` for its first half.
 `TaskRows` reads a task like any other rows, and `accuracy` counts right answers.
 
     task = AssociativeRecall(length=1 << 20, pairs=64, keys=128, values=64, across=layout)

@@ -8,7 +8,7 @@ from armillary.data.shuffle import Index
 
 
 def match_pairs(query_shards: Index, pair_shards: Index) -> Index:
-    """Returns a pair for each query, of which no token is on the query's shard: int64 [q], or -1.
+    """Returns for each query a pair without a token on the query's shard, or -1: int64 [q].
 
     No pair belongs to two queries. As many queries as possible get a pair. Work is O(shards * (q + c)), unless pairs
     are scarce.

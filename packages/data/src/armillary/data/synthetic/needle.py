@@ -27,7 +27,7 @@ class Needle(Task):
         seed: seed of random tokens and places.
 
     Raises:
-        ValueError: a row too short for needle and question, a depth outside of 0..1, or no keys, values or fillers.
+        ValueError: a row too short for needle and question, a depth outside of 0..1, or counts below 1.
     """
 
     length: int
@@ -46,7 +46,7 @@ class Needle(Task):
         if self.length < shortest:
             raise ValueError(
                 f"a row of {self.length} tokens is too short for a needle of {self.needle_tokens} tokens behind a key, "
-                f"and the same again as the answer; give at least {shortest}"
+                f"and for both again as question and answer; give at least {shortest}"
             )
 
     @property

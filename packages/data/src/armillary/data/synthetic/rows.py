@@ -75,7 +75,7 @@ def build_task(
         symbols: number of different keys, values and fillers each, or of tokens to copy.
 
     Raises:
-        ValueError: rows too short for the task, or too few symbols.
+        ValueError: rows too short for the task, too few symbols, or a layout in which recall cannot place its pairs.
     """
     if name == "copy":
         return Copy(layout.length, symbols if vocabulary is None else min(symbols, vocabulary - 1), seed)

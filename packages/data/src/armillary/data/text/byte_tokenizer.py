@@ -28,7 +28,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: bytes | str) -> Tensor:
-        """Returns an integer tensor [T] of the smallest dtype that holds every token, without `end_of_document`."""
+        """Returns a tensor [T] of uint8, int16 or int32 that can hold every token, without `end_of_document`."""
         ...
 
 
@@ -49,7 +49,11 @@ class ByteTokenizer:
         return 256
 
     def encode(self, text: bytes | str) -> Tensor:
-        """Returns the bytes of `text`, in UTF-8 for a str: an int16 tensor [T]."""
+        """Returns the bytes of `text`, in UTF-8 for a str: an int16 tensor [T].
+
+        Raises:
+            ValueError: a str with half of a surrogate pair, which has no UTF-8 form.
+        """
         data = bytearray(text.encode() if isinstance(text, str) else text)
         # `frombuffer` warns about read-only buffers such as bytes, hence the bytearray, and refuses an empty one.
         return torch.frombuffer(data, dtype=torch.uint8).short() if data else torch.empty(0, dtype=torch.int16)

@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 _BOUNDARY = re.compile(r"\S\r?\n(?=[^\W\d_])|[^\W\d_](?= [^\W\d_])")
-"""A match ends where a text may be cut: before a letter that begins a line, unless the previous line ends in blanks; or
-before a single blank between two words. Byte-level BPE and word-level tokenizers split the text at these places, so few
-tokens extend over them."""
+"""A match ends where a text may be cut: before a letter that begins a line, unless the previous line ends in a blank or
+is empty; or before a single blank between two letters. Byte-level BPE and word-level tokenizers split the text at these
+places, so few tokens extend over them."""
 
 _REACH, _TRIES = 1 << 16, 8
-"""A cut is searched in the `_REACH` characters after its ideal place, and the first `_TRIES` boundaries are tested."""
+"""A cut is searched in the `_REACH` characters after its ideal place; its first `_TRIES` boundaries are tested."""
 
 _WINDOW = 2000
 """Characters on each side of a cut that are encoded to test it."""
@@ -28,8 +28,8 @@ def split_text(text: str, size: int, encode: Callable[[str], Tokens]) -> list[st
     """Splits `text` into parts of a little more than `size` characters, whose concatenated tokens are those of `text`.
 
     Each cut is tested: `encode` must return the same tokens for the text around it with and without the cut. If no cut
-    near the ideal place passes, the part becomes longer. With a tokenizer that puts a mark before each text, such as
-    "▁", no cut passes, and the text is not split.
+    near the ideal place passes, the part becomes longer. If the tokenizer's normalizer puts "▁" before each text, as
+    LLaMA 2's, no cut passes, and the text is not split.
     """
     cuts, target = [0], size  # target: the ideal place of the next cut
     while target < len(text):

@@ -15,7 +15,7 @@ TwoWayTokenizer = ByteTokenizer | TextTokenizer
 
 
 class TextStreamer:
-    """Decodes a stream of tokens, and shows text as soon as no later token can change it.
+    """Decodes a stream of tokens, and shows their text unless it ends with an incomplete character.
 
     Args:
         tokenizer: decodes the tokens; None shows their numbers.
@@ -28,7 +28,7 @@ class TextStreamer:
         self.text = ""
 
     def put(self, token: int) -> None:
-        """Adds a token. A character whose last bytes are still missing is not shown yet."""
+        """Adds a token. Text that ends with U+FFFD, as if bytes of a character are missing, is not shown yet."""
         self.tokens.append(token)
         text = self._decode()
         if not text.endswith(REPLACEMENT):

@@ -39,8 +39,8 @@ class TextTokenizer:
 
     Args:
         definition: bytes of a tokenizer.json.
-        end_of_document: name of the token after each document; by default the first usual name in the vocabulary, such
-            as "<|endoftext|>".
+        end_of_document: name of the token after each document; by default a usual name that the vocabulary has, such as
+            "<|endoftext|>".
         begin_of_document: name of a token before each text; by default none.
         part_size: texts with more characters are encoded in parts, at cuts that do not change their tokens.
 
@@ -94,10 +94,12 @@ class TextTokenizer:
     ) -> TextTokenizer:
         """Reads a tokenizer.json from its path or folder.
 
-        The end of document is by default the `eos_token` of a tokenizer_config.json in the same folder.
+        By default both names are those of a tokenizer_config.json in the same folder, if it has them: `eos_token`, and
+        in a store's folder `begin_of_document`.
 
         Raises:
             ValueError: as the constructor, or a file that cannot be read.
+            ImportError: as the constructor.
         """
         file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
         try:
@@ -134,7 +136,7 @@ class TextTokenizer:
         return torch.from_numpy(tokens.astype(np.int32)).to(dtype)
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encodes several texts at once. Returns an array [T] of uint8, uint16 or uint32 for each text."""
+        """Encodes several texts at once, as `encode`. Returns an array [T] of uint8, uint16 or uint32 for each text."""
         parts_by_text = [
             split_text(text, self._part_size, lambda part: next(self._encode_parts([part]))) for text in texts
         ]
@@ -158,7 +160,7 @@ class TextTokenizer:
         return tokenizer
 
     def special_in(self, text: str) -> str | None:
-        """Returns the first name of a special token that the text contains, or None."""
+        """Returns the name of a special token that the text contains, or None."""
         return next((name for name in self._special_names if name in text), None)
 
     @property
