@@ -1,4 +1,4 @@
-"""Forward and backward of every attention method relative to torch's context-parallel ring, in one run.
+"""Forward and backward of attention methods relative to torch's context-parallel ring, in one run.
 
     uv run python benchmarks/attention.py                                   # 2,048 and 8,192 tokens on 1, 2, 4, 8 ranks
     uv run python benchmarks/attention.py --tokens 2048 --ranks 4 --repeats 5
@@ -71,7 +71,7 @@ def inputs(tokens: int) -> list[Tensor]:
 
 
 def torch_ring(ranks: int, tokens: int) -> Turn:
-    """torch's private context-parallel ring over the CPU flash op, with its load balancing, a zigzag layout."""
+    """torch's private context-parallel ring over the CPU flash op, load-balanced: a zigzag layout."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as cp
 
     aten = torch.ops.aten
@@ -233,7 +233,8 @@ def main() -> None:
         f"zigzag balance, slowest rank over mean by tile area, worst step: {worst:.3f}",
     ]
     notes.append(
-        "under this mask a token travels no further than the last rank that sees it: with zigzag, three quarters"
+        "under this mask a token travels no further than the last rank that sees it: with zigzag, ring and token_ring "
+        "send three quarters of the bytes under a full mask"
     )
     print(report.write("attention", "Attention methods against torch's context-parallel ring", rows, notes))
 

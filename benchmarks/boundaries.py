@@ -3,8 +3,9 @@
     uv run python benchmarks/boundaries.py
 
 One process is rank 0 of 8 in a fake process group (mesh ring=4, tp=2), whose exchanges complete at once and send
-nothing, as in `host.py`. Times are processor time of forward and backward of one boundary, median over calls, local
-tensors and DTensors in turns. ARCHITECTURE.md says which tensors are local in this repository, and why.
+nothing, as in `host.py`. Times are processor time of forward and backward of one boundary (of sums, forward), median
+over calls, local tensors and DTensors in turns. ARCHITECTURE.md says which tensors are local in this repository, and
+why.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def sums(mesh: DeviceMesh) -> Iterator[Boundary]:
 
 
 def batch(ring: DeviceMesh) -> Iterator[Boundary]:
-    """From token ids and labels of the loader through a model of one block to its summed loss."""
+    """From a rank's token ids and labels through a model of one block to its summed loss."""
     attend = Ring(ring)
     model = Llama(LlamaConfig(vocab_size=256, dim=EMBED, layers=1, heads=4, kv_heads=2, hidden_dim=128), attend)
     layout, ids = attend.layout(4 * TOKENS), torch.zeros(1, TOKENS, dtype=torch.int64)

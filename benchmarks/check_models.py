@@ -4,7 +4,8 @@
     python benchmarks/check_models.py --families mistral bert   # only these, without a report
 
 Each is a tiny random copy on 4 ranks (ring=2, ulysses=2), with packed documents and activation checkpointing.
-`refused`: the library does not shard this architecture. `not built`: no tiny copy of it can be made.
+`refused`: a ValueError, because the library does not shard this architecture. `failed`: another error. `not built`: no
+tiny copy of it can be made.
 """
 
 from __future__ import annotations

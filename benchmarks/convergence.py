@@ -54,7 +54,7 @@ Key = tuple[str, str, int]
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SEEDS = (0, 1)
 SMOOTHED = 100
-"""Steps whose losses are averaged before curves are compared: the rows of a step dominate its loss."""
+"""Steps whose losses are averaged before curves are compared: a step's loss depends mostly on its rows."""
 
 
 def main() -> None:
@@ -153,13 +153,13 @@ class FlatModel:
 def write(curves: dict[Key, list[float]], steps: int, out: Path) -> bool:
     """Writes the report. Returns True if USP is closer to data parallelism than a seed is to the other."""
 
-    def largest_difference(a: Key, b: Key) -> float:
+    def mean_difference(a: Key, b: Key) -> float:
         return fmean(abs(x - y) for x, y in zip(curves[a], curves[b], strict=True))
 
     rows, good = list[dict[str, Any]](), True
     for precision in PRECISIONS:
-        meshes = max(largest_difference(("USP", precision, seed), ("DP", precision, seed)) for seed in SEEDS)
-        seeds = min(largest_difference((p, precision, SEEDS[0]), (p, precision, SEEDS[1])) for p in ("DP", "USP"))
+        meshes = max(mean_difference(("USP", precision, seed), ("DP", precision, seed)) for seed in SEEDS)
+        seeds = min(mean_difference((p, precision, SEEDS[0]), (p, precision, SEEDS[1])) for p in ("DP", "USP"))
         last = {f"{p}, seed {seed}": curves[p, precision, seed][-1] for seed in SEEDS for p in ("DP", "USP")}
         rows.append(
             {

@@ -4,7 +4,7 @@
     python benchmarks/data.py --only loading balance --repeat 9
 
 `prepare` is timed against Hugging Face `datasets.map` with the same tokenizer, from the same JSONL to tokens on disk.
-Loading is timed against torch's DataLoader over a memory map of the same file. Both sides must give the same tokens.
+Both must count the same tokens. Loading is timed against torch's DataLoader over a memory map of the same file.
 Balance is counted, not timed: (query, key) pairs that the slowest rank computes over the mean.
 """
 
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def by_turns(runs: dict[str, Callable[[], int]], repeat: int) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of alternating runs, and the result of each in an untimed first round."""
+    """Returns the seconds of alternating runs, and the result of each in an untimed first round."""
     results = {name: run() for name, run in runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeat):
@@ -81,7 +81,7 @@ def preparing(folder: Path, repeat: int) -> str:
         runs[f"prepare, {workers}"] = lambda workers=workers: by_prepare(folder, workers)
         runs[f"datasets.map, {workers}"] = lambda workers=workers: by_map(folder, workers)
     seconds, result = by_turns(runs, repeat)
-    assert len(set(result.values())) == 1, f"tokens differ: {result}"
+    assert len(set(result.values())) == 1, f"numbers of tokens differ: {result}"
     tokens = next(iter(result.values()))
     rows: list[dict[str, Any]] = []
     for workers in sorted({1, cores}):
@@ -250,17 +250,19 @@ def balance(folder: Path, repeat: int) -> str:
             start = time.process_time()
             even = SequenceLayout.balanced(LENGTH, ranks, mask=mask)
             seconds = time.process_time() - start
+            even_by_keys = SequenceLayout.balanced(LENGTH, ranks, mask=mask, balanced_by="keys")
+            zigzag = SequenceLayout.zigzag(LENGTH, ranks)
             row: dict[str, Any] = {"mask": name, "ranks": ranks}
-            for kind, layout in (("zigzag", SequenceLayout.zigzag(LENGTH, ranks)), ("balanced", even)):
+            for kind, layout, by_keys in (("zigzag", zigzag, zigzag), ("balanced", even, even_by_keys)):
                 row[f"{kind}: Ring"] = attention_balance(layout, mask=mask)
-                row[f"{kind}: TokenRing"] = attention_balance(layout, mask=mask, of_keys=True)
+                row[f"{kind}: TokenRing"] = attention_balance(by_keys, mask=mask, of_keys=True)
                 row[f"{kind}: WallFacer, C = 2"] = in_teams(kind, Teams(ranks, 2, "collect_intra"), mask)
             spans = max(len(even.spans(shard)) for shard in range(ranks))
             rows.append(row | {"spans": spans, "ms to choose": round(1000 * seconds, 1)})
     notes = [
         f"slowest rank over mean, {LENGTH:,} tokens; Ring, and AllGatherKV, by a shard's queries, TokenRing by its "
         "keys, WallFacer by its team's queries and the keys of its ring; ms of processor time",
-        "spans: of the shard that has most in the balanced layout; zigzag has 2",
+        "spans: of the shard that has most in Ring's balanced layout, as ms; zigzag has 2",
     ]
     return write("data-balance", "Balance of attention under each mask", rows, notes)
 

@@ -1,11 +1,11 @@
 """Equal training on every mesh: loss curves compared with one rank's, and recall of values on other ranks.
 
-    uv run python benchmarks/equality.py                          # all parts, 200 steps; about half an hour
+    uv run python benchmarks/equality.py                          # all parts, 200 to 500 steps; about half an hour
     uv run python benchmarks/equality.py --only curves --steps 20
     uv run python benchmarks/equality.py --only recall --meshes ring upipe --out outputs/recall
 
-`curves` trains on Python's own text with every method on 4 ranks, in float32 and float64. All curves must lie within
-1e-3 and 1e-8 of one rank's. `hybrid` does so for a model of Gated DeltaNet, Mamba-2 and attention. `recall` trains on
+`curves` trains on Python's own text on seven meshes of 4 ranks, in float32 and float64. All curves must lie within 1e-3
+and 1e-8 of one rank's. `hybrid` does so for a model of Gated DeltaNet, Mamba-2 and attention. `recall` trains on
 questions whose answers other ranks hold: every method must learn them, and attention that ends with its own shard must
 not. `hybrid-recall` trains the recipe `hybrid` with several methods.
 """
@@ -103,14 +103,14 @@ def main() -> None:
         "--steps", type=count_argument(), default=None, help="number of steps in place of each part's default"
     )
     parser.add_argument("--meshes", nargs="+", help="names of meshes in the tables (default: all)")
-    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the reports and the picture")
+    parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the reports and pictures")
     options = parser.parse_args()
     good = [PARTS[name](options) for name in options.only]
     sys.exit(0 if all(good) else 1)
 
 
 def selected_meshes(meshes: Sequence[Mesh], options: Namespace) -> list[Mesh]:
-    """The selected meshes, which always include the reference."""
+    """The selected meshes, with those that are always measured: one rank, and ranks that see only their own shard."""
     return [mesh for mesh in meshes if options.meshes is None or mesh.name in options.meshes or mesh in (ONE, BROKEN)]
 
 
@@ -186,7 +186,7 @@ def loss_differences(losses: dict[str, list[float]], name: str) -> list[float]:
 
 
 def draw(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """Draws overlaid curves like figure 6 of USP (arXiv 2405.07719), and below their differences to one rank's."""
+    """Draws curves as figure 6 of USP (arXiv 2405.07719), and below their largest differences so far to one rank's."""
     figure = Figure((9, 7.5), layout="constrained")
     loss_axes, difference_axes = figure.subplots(2, sharex=True, height_ratios=[3, 2])
     for i, (name, result) in enumerate(losses["float32"].items()):

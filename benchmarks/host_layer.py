@@ -42,7 +42,7 @@ def dispatched(run: Callable[[], object]) -> int:
 
 
 def called(run: Callable[[], object]) -> int:
-    """The number of calls of armillary's functions in all threads that Python's profiler sees."""
+    """The number of calls of armillary's functions in this thread."""
     count = 0
 
     def watch(frame: FrameType, event: str, _: Any) -> None:

@@ -47,7 +47,7 @@ PARTS = {
     "convergence": Part(
         "The same loss on every mesh",
         "benchmarks/equality.py --only curves --steps 25",
-        "A small LLaMA trains on Python's own text with every method on 4 ranks. At every step its loss equals that of "
+        "A small LLaMA trains on Python's own text on seven meshes of 4 ranks. At every step its loss equals that of "
         "one rank up to rounding: about 1e-6 in float32 and 1e-15 in float64. Wrong gradients would separate the "
         "curves within a few steps. A small error could pass for rounding in float32, but not in float64.",
         "equality",
@@ -57,8 +57,8 @@ PARTS = {
     "recall": Part(
         "Recall across ranks",
         "benchmarks/equality.py --only recall --meshes ring --steps 300",
-        "Rows of 16 tokens are sharded over 4 ranks: pairs of a key and a value, then a key whose value is on another "
-        "rank. A model in which each rank attends only to its own shard cannot do better than chance.",
+        "Rows of 16 tokens are sharded over 4 ranks: pairs of a key and a value, then keys whose values are on other "
+        "ranks. A model in which each rank attends only to its own shard cannot do better than chance.",
         "equality-recall",
         ("attention", "right answers", "last loss"),
         "recall.png",

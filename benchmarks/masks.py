@@ -4,10 +4,10 @@
     uv run python benchmarks/masks.py --masks 50 --documents 10000 --tokens 1e6 --ranks 32 --kind tree
 
 Each step builds a mask of random lengths (documents; prompts with 16 completions each; documents with an image each; or
-explicit slices) and everything that a rank of a ring derives from it: the tokens that each rank must forward in both
-directions, and the tiles of its blocks. Every tenth step also runs attention over `--attended` of the tokens on this
-process, forward and backward. Prints for each tenth of the run the median milliseconds of processor time and the
-resident memory at its end: a cache that keeps masks would show as growth.
+explicit slices) and everything that a rank of a ring derives from it: the tokens that each rank must send on in either
+direction, and the tiles of its blocks. Every tenth step also runs attention over `--attended` of the tokens on this
+process, forward and backward, with another mask. The report has for each tenth of the run the median milliseconds of
+processor time and the resident memory at its end: a cache that keeps masks would show as growth.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Simulated memory of training steps: savings of UPipe's stages, and the longest sequences that fit.
 
-    python benchmarks/memory.py                         all parts, about 40 minutes on 2 cores
+    python benchmarks/memory.py                         all parts except `node`, about 40 minutes on 2 cores
     python benchmarks/memory.py --only stages wallfacer
 
-Needs no GPU. Figures are bytes of live tensors on rank 0 of a fake process group during a real training step.
+Needs no GPU. Figures are bytes of live tensors on rank 0 of a fake process group during a real training step, of
+`stages` during a forward pass.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ PLANS: dict[str, list[MemoryOptions]] = {
 }
 
 NODE = [plan for plan in PLANS["contexts"] if plan.cluster == "8xh100" and plan.attention in ("upipe", "ring")]
-"""A subset that takes a few minutes."""
+"""A subset of "contexts" that takes a few minutes."""
 
 
 def upipe(stage: int, prefetch: bool, mesh: DeviceMesh) -> Method:
@@ -70,9 +71,9 @@ def stages() -> list[Row]:
     rows: list[Row] = []
     for heads, key_heads, stage in ((64, 64, 8), (64, 8, 8), (64, 8, 16), (32, 8, 8)):
         full, closed = 2 * heads + 2 * key_heads, 2 * stage + 2 * min(key_heads, stage)
-        heads_at_once, early = (
-            attention_intermediates(partial(upipe, stage, early), {"ulysses": 8}, heads, key_heads)
-            for early in (False, True)
+        without_prefetch, with_prefetch = (
+            attention_intermediates(partial(upipe, stage, prefetch), {"ulysses": 8}, heads, key_heads)
+            for prefetch in (False, True)
         )
         ulysses = attention_intermediates(lambda mesh: Ulysses(mesh["ulysses"]), {"ulysses": 8}, heads, key_heads)
         rows.append(
@@ -83,9 +84,9 @@ def stages() -> list[Row]:
                 "2H + 2K": full,
                 "2S + 2min(K, S)": closed,
                 "saved": f"{1 - closed / full:.1%}",
-                "UPipe": heads_at_once,
-                "saved, counted": f"{1 - heads_at_once / full:.1%}",
-                "with prefetch": early,
+                "UPipe": without_prefetch,
+                "saved, counted": f"{1 - without_prefetch / full:.1%}",
+                "with prefetch": with_prefetch,
                 "Ulysses, counted": ulysses,
             }
         )
@@ -172,7 +173,7 @@ def planned(console: Console) -> list[Row]:
 
 
 def policies() -> list[Row]:
-    """Memory of each checkpoint policy with UPipe and with USP; LLaMA-3-8B, 1M tokens, 8 ranks."""
+    """Memory of checkpoint policies with UPipe and with USP; LLaMA-3-8B, 1M tokens, 8 ranks."""
     rows: list[Row] = []
     options = {
         "layer": Checkpointing("layer"),

@@ -1,7 +1,7 @@
 """Tables and figures of four papers, with the bytes of our methods and the planner's predictions.
 
     uv run python benchmarks/papers.py                # docs/benchmarks/papers.md, in less than two minutes
-    uv run python benchmarks/papers.py --only bytes   # bytes of methods, in seconds
+    uv run python benchmarks/papers.py --only bytes   # bytes sent by methods of two papers, in seconds
 
 Nothing is timed and no GPU is needed: methods run on fake tensors as one rank of a fake process group, under a ledger
 and a count of live tensors; times are the planner's. Longer simulations are read from the reports of
@@ -29,7 +29,7 @@ PARTS: dict[str, Callable[[], list[Paper]]] = {
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=list(PARTS), default="all", help="bytes: only sent and stored bytes")
+    parser.add_argument("--only", choices=list(PARTS), default="all", help="bytes: only bytes that methods send")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the report")
     options = parser.parse_args()
     papers = PARTS[options.only]()

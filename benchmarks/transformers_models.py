@@ -1,16 +1,15 @@
-"""Tiny random text models of every family in transformers, on 4 ranks and on one: right, refused, or neither.
+"""Tiny random text models of every family in transformers, on 4 ranks and on one: right, refused or unlike.
 
     uv run python benchmarks/transformers_models.py                    # all families: about 25 minutes on two cores
     uv run python benchmarks/transformers_models.py --families mistral roberta mamba
 
 Each family runs as a causal language model, else as a masked one, else without a head, in six ways: prepared by
-`ContextParallel`, comparing logits and gradients of all ranks; the same with its `loss`; the same with position ids
-from 0; with only labels and without position ids, which must be refused; and with "sdpa" inside `sdpa_parallel`, which
-must be refused too.
+`ContextParallel`, comparing logits and gradients of all ranks; the same with its `loss`; with position ids from 0; with
+labels that are not shifted, which must be refused; without position ids; and with "sdpa" inside `sdpa_parallel`.
 
-`right`: equal to one rank without position ids. `refused`: the same ValueError on all ranks. `unlike`: anything else
-(wrong numbers, another exception, disagreeing ranks), for which the command exits with 1. `not built`: transformers
-itself cannot run the family with the sizes below.
+`right`: equal to one rank, which computes its position ids itself. `refused`: the same ValueError on all ranks.
+`unlike`: anything else (wrong numbers, another exception, disagreeing ranks), for which the command exits with 1. `not
+built`: transformers itself cannot run the family with the sizes below, or it has too many parameters.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ SIZES: dict[str, Any] = {
     "sliding_window": 20,
 }
 UNSET = ("sliding_window", "head_dim", "vocab_size")
-"""Sizes for fields whose default is None."""
+"""Fields that get their size even if their default is None."""
 OWN: dict[str, dict[str, Any]] = {
     "esm": {"pad_token_id": 2, "mask_token_id": 1, "token_dropout": False},
     "xmod": {"default_language": "en_XX"},
@@ -72,7 +71,7 @@ AFTER = WAYS[1:-1]
 WITH_LABELS = ("loss", "labels alone")
 """Ways that are skipped for models without a head."""
 MOST = 50_000_000
-"""Largest number of parameters: families that these sizes do not shrink are skipped."""
+"""Largest number of parameters: families that these sizes do not shrink are not built."""
 
 
 def families() -> list[str]:
@@ -159,7 +158,7 @@ def hidden_or_logits(out: Any) -> Tensor:
 
 
 def on_one_rank(family: str, way: str) -> Answer:
-    """Results on one rank with the model's position ids."""
+    """Results on one rank, with the position ids that the model computes."""
     try:
         built = model_of(family, "eager")
         with InFloat64():
