@@ -17,6 +17,7 @@ from armillary.attention.registry import MethodOptions, named_method
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance, attention_traffic
+from armillary.core.layout import Side
 from armillary.core.testing import mesh
 
 N = 2**16
@@ -188,6 +189,24 @@ def test_token_ring_is_even_by_keys_and_sends_fewer_bytes_than_an_even_layout(sh
         comm_plan = plan.comm_plan(AttentionShape.of(each, mask, **options))
         sent_bytes[name] = sum(comm_plan.bytes(rank) for rank in range(shards))
     assert sent_bytes["balanced"] < sent_bytes["even"]
+
+
+def balanced_side(name: str, options: MethodOptions) -> Side | None:
+    return named_method(name, options).build(mesh(ring=4)).balanced_by
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "side"),
+    [
+        ("wallfacer", MethodOptions(), None),
+        ("upipe+wallfacer", MethodOptions(), None),
+        ("upipe+token_ring", MethodOptions(), "keys"),
+        ("upipe+ring", MethodOptions(backward="queries"), "both"),
+    ],
+)
+def test_balanced_by_is_that_of_the_sequence_method(worlds, name, options, side):
+    assert worlds(4).run(balanced_side, name, options) == [side] * 4
+    assert named_method(name, options).sequence_plan(4).balanced_by == side
 
 
 def layouts_of(name: str, options: MethodOptions) -> tuple[str, str]:

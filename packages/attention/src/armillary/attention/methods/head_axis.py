@@ -13,6 +13,7 @@ from armillary.attention.methods.head_shards import check_heads
 from armillary.attention.methods.local import Local
 from armillary.attention.methods.rank_grid import check_inner
 from armillary.core import Axis, SequenceLayout
+from armillary.core.layout import Side
 
 PendingTensor = Callable[[], Tensor]
 """Waits for a tensor in flight and returns it."""
@@ -46,6 +47,10 @@ class HeadMethod(Method):
     @property
     def sequence_method(self) -> Method:
         return self.inner
+
+    @property
+    def balanced_by(self) -> Side | None:
+        return self.inner.balanced_by
 
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
         return self.inner.layout(length, kind, mask).refine(self.axis.size)

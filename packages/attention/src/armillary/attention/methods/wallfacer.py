@@ -48,8 +48,8 @@ PendingGather = Callable[[], tuple[Tensor, ...]]
 class WallFacer(Method):
     """WallFacer over one mesh axis of P ranks, in teams of C; C^2 divides P.
 
-    The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1; a rank has T
-    queries and S keys of it. Any layout is exact; `layout` returns one with even work, zigzag by default.
+    The full sequence is q [B, N, H, D], k [B, N_k, K, D], v [B, N_k, K, Dv] and out [B, N, H, Dv], sharded on dim 1; a
+    rank has T queries and S keys of it. Any layout is exact; `layout` returns one with even work, zigzag by default.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ring"]`. Communicators are created on it and for its teams, so every rank of
@@ -74,8 +74,9 @@ class WallFacer(Method):
                    return dk, dv           C 2 B T K D a p2p, then (C - 1) 2 B T K D a reduce-scatter
                    scatter dq              (C - 1) B T H D a                       reduce-scatter
 
-    Under a mask the ring sends less, as `Ring` does. A rank that is its own r_send sends nothing to place its keys.
-    With `gather_keys=False` the (C - 1) terms of k, v, dk and dv are 0.
+    Under a mask the ring sends less, as `Ring` does. A rank that is its own r_send sends nothing to place and return
+    keys. With `gather_keys=False` a rank that is the r_send of any member of its team sends 1 / C less, and the (C - 1)
+    terms of k, v, dk and dv are 0.
 
     Raises:
         ValueError: `team` is not an integer of at least 1 whose square divides P; an unknown placement or backward;
@@ -98,6 +99,11 @@ class WallFacer(Method):
         self.team_axis = self.axis.part(self.teams.team_ranks(self.team_index))
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
+
+    @property
+    def balanced_by(self) -> None:
+        """None: both sides are made even, and bytes are ignored."""
+        return None
 
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
         return self.teams.layout(length, kind, mask)

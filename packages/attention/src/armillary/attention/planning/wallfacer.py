@@ -46,6 +46,10 @@ class WallFacerPlan(SequencePlan):
         """Returns the teams. Raises ValueError if `team`^2 does not divide the ranks, or for an unknown placement."""
         return Teams(ranks, self.team, self.placement)
 
+    @property
+    def balanced_by(self) -> None:
+        return None
+
     def layout(
         self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None
     ) -> SequenceLayout:
