@@ -36,7 +36,7 @@ class AttentionMask:
     """The query at position i sees the key at position j if the conditions of all arguments hold.
 
     Args:
-        causal: True: `j <= i`. False: no condition.
+        causal: True: `j <= i`, unless the pattern itself defines visible later keys. False: no condition.
         window: (left, right): `i - left <= j <= i + right`. A side of None is unbounded. In a tree, the sides count
             tokens along the path.
         documents: boundaries (cu_seqlens: 0, end of the first, ..., N) of the packed documents; i and j must be in one
@@ -121,16 +121,17 @@ class AttentionMask:
     ) -> AttentionMask:
         """Sequences with shared beginnings, such as answers to one prompt. Each segment is stored once, depth first.
 
-        A token sees the earlier tokens of its own segment, and all segments on the path from the root to it.
-        `positions` counts tokens along this path.
+        A token sees its own segment up to itself, and all earlier segments on the path from the root. `positions`
+        counts tokens along this path.
 
         Args:
             ends: boundaries of segments: 0, end of the first, ..., N.
             parents: the parent of each segment s: s - 1, an ancestor of s - 1, or -1 for a root.
-            window: (left, right) in tokens along the path.
+            window: (left, right) in tokens along the path; the right side has no effect.
 
         Raises:
-            ValueError: boundaries that do not rise from 0; a parent of s that is neither s - 1 nor an ancestor of it.
+            ValueError: boundaries that do not rise from 0; another number of parents than of segments; parents that
+                are none of these.
         """
         return cls(window=window, pattern=Tree(ends, parents))
 
@@ -173,14 +174,14 @@ class AttentionMask:
         documents: Sequence[int] | None = None,
         window: Sequence[int | None] | None = None,
     ) -> AttentionMask:
-        """Causal, but bidirectional within each span (Gemma 3's images); the window then hides further keys.
+        """Causal, but bidirectional within each span (Gemma 3's images); the window then hides distant keys.
 
         Args:
             spans: ranges of positions, disjoint, each within one document.
             window: (left, right); the right side has no effect, because later keys are visible within a span only.
 
         Raises:
-            ValueError: spans that are not ranges of step 1, overlap, or reach beyond their document.
+            ValueError: spans that are empty, not ranges of step 1, overlap, or reach beyond their document.
         """
         mask = cls(window=window, documents=documents, pattern=ImageSpans(spans))
         ends = mask.boundaries()
@@ -199,7 +200,8 @@ class AttentionMask:
             causal: True also hides later keys.
 
         Raises:
-            ValueError: a table that is not bool with two dims, a block below 1, a length that does not make n blocks.
+            ValueError: a table that is empty or not bool with two dims, a block below 1, a length that does not make n
+                blocks.
         """
         return cls(causal=causal, pattern=Blocks(visible, block, length))
 
@@ -208,7 +210,7 @@ class AttentionMask:
         """One mask for each row of a batch. `replace(mask, window=...)` narrows the mask of each row.
 
         Raises:
-            ValueError: no masks, or a mask that itself differs between rows.
+            ValueError: no masks, or an element that is not a mask of one row.
         """
         return cls(causal=False, pattern=RowMasks(tuple(masks)))
 

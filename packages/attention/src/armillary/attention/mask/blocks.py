@@ -23,7 +23,8 @@ class Blocks(RowPattern):
         length: number of queries. By default any number that makes n blocks.
 
     Raises:
-        ValueError: a table that is not bool with two dims; a block below 1; a length that does not make n blocks.
+        ValueError: a table that is empty or not bool with two dims; a block below 1; a length that does not make n
+            blocks.
     """
 
     code = 6

@@ -20,8 +20,8 @@ class Content:
 
     Attributes:
         numbers: the encoding, int64 [n]; None without documents and pattern. It has the pattern's code (0: none); the
-            number of lists of boundaries, one per row, or -1 for one list for all rows; each list after its length; the
-            pattern's numbers.
+            number of lists of boundaries, one per row, or -1 for one list for all rows, or 0; each list after its length;
+            the pattern's numbers.
     """
 
     def __init__(self, documents: Documents | None, pattern: Pattern | None) -> None:
@@ -30,7 +30,7 @@ class Content:
 
     @cached_property
     def hash(self) -> int:
-        """Hash of `numbers`. Unlike Python's own hashes, it is equal in every process."""
+        """Hash of `numbers`. Unlike Python's hash of bytes, it is equal in every process."""
         return 0 if self.numbers is None else crc32(self.numbers.numpy().tobytes())
 
 

@@ -16,13 +16,13 @@ from armillary.core.validation import Window
 
 
 class ImageSpans(RowPattern):
-    """A token sees the earlier tokens of its document and, in an image, all tokens of the image's span.
+    """A token sees its document up to itself and, in an image, all tokens of the image's span.
 
     Args:
         spans: ranges of positions, each within one document.
 
     Raises:
-        ValueError: spans that are not ranges of step 1, or overlap.
+        ValueError: spans that are empty, not ranges of step 1, or overlap.
     """
 
     code = 5

@@ -18,7 +18,7 @@ def layout_of(
             sides, and bytes are ignored (`send_cost=0`).
 
     Raises:
-        ValueError: another kind, or a mask of another type.
+        ValueError: another kind, a mask of another type, or as the layout's constructor.
     """
     if mask is not None and not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed, or None for a causal one")

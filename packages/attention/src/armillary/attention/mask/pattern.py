@@ -37,7 +37,7 @@ class Pattern(ABC):
 
     @cached_property
     def _hash(self) -> int:
-        return crc32(self.numbers.tobytes(), self.code)  # unlike Python's own hashes, equal in every process
+        return crc32(self.numbers.tobytes(), self.code)  # unlike Python's hash of bytes, equal in every process
 
     def __hash__(self) -> int:
         return self._hash

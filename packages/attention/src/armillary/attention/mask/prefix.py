@@ -13,13 +13,13 @@ from armillary.core.validation import Window, integer
 
 
 class Prefix(RowPattern):
-    """Tokens of a document's prefix see the whole prefix. Later tokens see the tokens before them.
+    """Tokens of a document's prefix see the whole prefix. Later tokens see their document up to themselves.
 
     Args:
         prefixes: number of tokens of each document's prefix.
 
     Raises:
-        ValueError: negative numbers.
+        ValueError: numbers that are not integers of at least 0.
     """
 
     code = 3

@@ -17,7 +17,7 @@ class RowMasks(Pattern):
         masks: an `AttentionMask` for each row.
 
     Raises:
-        ValueError: no masks, or a mask that itself differs between rows.
+        ValueError: no masks, or an element that is not a mask of one row.
     """
 
     code = 7

@@ -15,7 +15,7 @@ from armillary.core.validation import Window, boundaries_of, integer
 
 
 class Tree(RowPattern):
-    """Segments in depth-first order. A token sees the earlier tokens of its segment, and the segment's ancestors.
+    """Segments in depth-first order. A token sees its segment up to itself, and the segment's ancestors.
 
     A token's path is the sequence of segments from the root to its own.
 
@@ -24,8 +24,8 @@ class Tree(RowPattern):
         parents: the parent of each segment s: s - 1, an ancestor of s - 1, or -1 for a root.
 
     Raises:
-        ValueError: boundaries that do not rise from 0; a number of parents other than the number of segments; a parent
-            of s that is neither s - 1 nor an ancestor of it.
+        ValueError: boundaries that do not rise from 0; another number of parents than of segments; parents that
+            are none of these.
     """
 
     code = 2
