@@ -24,8 +24,8 @@ from armillary.core import Axis, start_all_gather, start_reduce_scatter
 class AllGatherKV(Method):
     """All-gather of keys and values over one mesh axis of P ranks.
 
-    The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1; a rank has T
-    queries and S keys of it.
+    The full sequence is q [B, N, H, D], k [B, N_k, K, D], v [B, N_k, K, Dv] and out [B, N, H, Dv], sharded on dim 1; a
+    rank has T queries and S keys of it.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ring"]`.

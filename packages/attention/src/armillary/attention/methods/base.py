@@ -1,8 +1,8 @@
 """The base class of attention methods: the public call.
 
 A method is a pair of plain functions, forward and backward, over local tensors (`call/interface.py`). `__call__` checks
-the arguments and runs the pair under autograd (`call/attend.py`). To add a method, write a subclass with `forward` and
-`backward`, and name it in a line of `registry/table.py`.
+the arguments and runs the pair under autograd (`call/attend.py`). To add a method, write a subclass with the members
+that `AttentionMethod` requires, and name it in a line of `registry/table.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Method(AttentionMethod):
             mask: the mask for which a balanced layout distributes work evenly; causal by default.
 
         Raises:
-            ValueError: an unknown kind, fewer tokens than ranks, or a mask that does not fit the length.
+            ValueError: an unknown kind, fewer tokens than ranks, no mask, or for "balanced" one of another length.
         """
         return layout_of(kind, length, self.sequence_shards, mask, self.balanced_by)
 

@@ -14,7 +14,7 @@ class HeadShards(NamedTuple):
 
     Args:
         queries: for each rank, its query heads, which are consecutive.
-        keys: for each rank, the key/value heads that its query heads use. Ranges overlap if K < U.
+        keys: for each rank, the key/value heads that its query heads use. Ranges overlap where ranks share a head.
     """
 
     queries: tuple[range, ...]

@@ -10,7 +10,7 @@ from armillary.attention.tiling.merge import Merge, Sum
 
 
 class Local(Method):
-    """Attention over a sequence that is not sharded: q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv].
+    """Attention over a sequence that is not sharded: q [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv].
 
     Sends nothing.
     """

@@ -27,8 +27,8 @@ def check_rank_grid(outer: Axis, inner: Axis) -> None:
     that the axes' meshes have, not only this rank's row and column, so every rank raises the same error.
 
     Raises:
-        ValueError: a row and a column share more than one rank (as if both axes are the same), or a column does not
-            have the same place in each of its rows.
+        ValueError: a row and a column share more than one rank (as if both axes are the same), a column has different
+            indices in its rows, or the columns of a row cross different rows.
     """
     if outer.size == 1 or inner.size == 1:
         return

@@ -50,16 +50,16 @@ most loaded rank has if keys rotate."""
 class Ring(Method):
     """Ring Attention over one mesh axis of P ranks; or, with an inner method for the devices of a node, over P nodes.
 
-    The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1; a rank has T
-    queries and S keys of it. Any layout is exact; zigzag is balanced under a causal mask.
+    The full sequence is q [B, N, H, D], k [B, N_k, K, D], v [B, N_k, K, Dv] and out [B, N, H, Dv], sharded on dim 1; a
+    rank has T queries and S keys of it. Any layout is exact; zigzag is balanced under a causal mask.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ring"]`. A second communicator is created on it, so every rank of the axis must
             construct the method. Construct it once and share it between layers.
         backward: the side that rotates in backward: "keys" (k and v, with dk and dv) or "queries" (q, out, dout and
-            lse, with dq). "auto" takes the side that sends fewer bytes without a mask, but no queries that would make
-            the work of ranks uneven. For self-attention with Dv = D that is queries if K = H in 16 bits, otherwise
-            keys.
+            lse, with dq). "auto" takes the side that sends fewer bytes without a mask: for self-attention with Dv = D,
+            queries if K = H in 16 bits, otherwise keys. It also takes keys if queries would make the work of ranks
+            uneven.
         inner: Ring, TokenRing, AllGatherKV or Local over the m devices of a node, such as `TokenRing(mesh["devices"])`
             inside of `Ring(mesh["nodes"])`. Device d of node n has shard n m + d. None for a ring of single ranks.
 
@@ -205,7 +205,7 @@ class NodeAttention(NamedTuple):
 
     Args:
         method: the inner method, over the devices of the node.
-        spec: its spec for this step; None if no query in the node sees a key in it.
+        spec: the method's spec for this step; None if no query in the node sees a key in it.
     """
 
     method: AttentionMethod
@@ -241,7 +241,7 @@ def cheaper_side(
     """Returns the side that rotates in backward: `backward`, or for "auto" the one that sends fewer bytes.
 
     Compares bytes of full sequences, not of this rank's shard, so that every rank chooses alike. "auto" does not rotate
-    queries if that would give the most loaded rank much more work, because all others would wait for it.
+    queries if that would give the most loaded rank much more work, because all other ranks would wait for it.
 
     Args:
         query_sizes: (N, H, D), of q.

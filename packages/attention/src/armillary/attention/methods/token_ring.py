@@ -37,8 +37,8 @@ class TokenRing(Method):
 
     With GQA, keys and values have fewer bytes than queries, so `Ring` sends less. TokenRing suits K = H.
 
-    The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1; a rank has T
-    queries and S keys of it. Any layout is exact; zigzag is balanced under a causal mask.
+    The full sequence is q [B, N, H, D], k [B, N_k, K, D], v [B, N_k, K, Dv] and out [B, N, H, Dv], sharded on dim 1; a
+    rank has T queries and S keys of it. Any layout is exact; zigzag is balanced under a causal mask.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ring"]`. A second communicator is created on it for the results that return,

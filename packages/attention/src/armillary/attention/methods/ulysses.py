@@ -22,10 +22,10 @@ from armillary.core import Axis, SequenceLayout, accumulation_dtype, start_head_
 class Ulysses(HeadMethod):
     """All-to-all over one mesh axis of U ranks, around `inner`. Around Ring it is USP.
 
-    The full sequence is q, out [B, N, H, D], k [B, N_k, K, D] and v [B, N_k, K, Dv], sharded on dim 1. A rank has T
-    tokens of all heads. After the all-to-all it has the U T tokens of its sequence shard, of some heads only. U need
-    not divide H: numbers of query heads may differ by one, and a key/value head goes to every rank whose query heads
-    use it.
+    The full sequence is q [B, N, H, D], k [B, N_k, K, D], v [B, N_k, K, Dv] and out [B, N, H, Dv], sharded on dim 1. A
+    rank has T tokens of all heads. After the all-to-all it has the U T tokens of its sequence shard, of some heads
+    only. U need not divide H: numbers of query heads may differ by one, and a key/value head goes to every rank whose
+    query heads use it.
 
     Args:
         axis: a 1-D mesh, such as `mesh["ulysses"]`.

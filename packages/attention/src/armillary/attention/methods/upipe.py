@@ -6,8 +6,8 @@
         attend       with any method on the sequence axis
         all-to-all   out of the stage back to sequence shards
 
-A round is the stages that use the same key/value heads; `stages.py` lists the heads of each stage. Only one stage's q,
-k, v and out exist at a time. Forward saves x, out and the log-sum-exp. Backward runs the same stages and recomputes the
+A round is the stages that use the same key/value heads; `stages.py` lists the heads of each stage. Without `prefetch`
+only one stage's q, k, v and out exist at a time. Forward saves x, out and the log-sum-exp. Backward runs the same stages and recomputes the
 projections, but not attention. With all heads in one stage this is the checkpoint placement of DistFlashAttention
 (arXiv 2310.03294), for any method.
 """
@@ -42,9 +42,9 @@ QueryTensor = Callable[[Heads], Tensor]
 class UPipe(HeadMethod, StagedMethod):
     """Ulysses in stages of S query heads, around `inner`.
 
-    The full sequence is q, out [B, N, H, D], k [B, N, K, D] and v [B, N, K, Dv], sharded on dim 1; a rank has T tokens
-    of all heads. q, k, v and out of one stage, before and after the all-to-all, take (2 S + 2 min(K, S)) / (2 H + 2 K)
-    of the memory that q, k, v and out take in Ulysses.
+    The full sequence is q [B, N, H, D], k [B, N, K, D], v [B, N, K, Dv] and out [B, N, H, Dv], sharded on dim 1; a rank
+    has T tokens of all heads. q, k, v and out of one stage, before and after the all-to-all, take
+    (2 S + 2 min(K, S)) / (2 H + 2 K) of the memory that q, k, v and out take in Ulysses.
 
     Args:
         axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`. With one rank there are stages, but no communication.
@@ -66,8 +66,8 @@ class UPipe(HeadMethod, StagedMethod):
     stage: a ring rotates the keys of a round once per stage.
 
     Raises:
-        ValueError: `heads_per_stage` is not a positive multiple of U; `inner` is not a method, or has a head axis
-            itself, or one of its axes does not form a grid of ranks with this one, such as this axis itself.
+        ValueError: `heads_per_stage` is not a positive multiple of U; `prefetch` is not a bool; `inner` is not a
+            method, or has a head axis itself, or one of its axes does not form a grid of ranks with this one.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class UPipe(HeadMethod, StagedMethod):
 
     @classmethod
     def for_method(cls, method: Method, heads_per_stage: int | None = None) -> UPipe:
-        """Returns `method` if it is a UPipe, else a UPipe around it, by default with all heads in one stage."""
+        """Returns `method` if it is a UPipe, else a UPipe on its axes, by default with all heads in one stage."""
         if isinstance(method, UPipe):
             return method
         # Without `__init__` and its checks: the axes were checked when `method` was constructed, and every block of a
@@ -120,8 +120,8 @@ class UPipe(HeadMethod, StagedMethod):
             out_buffer: memory for out, used if it has the shape and dtype of out.
 
         Returns:
-            out [B, T, H, Dv] of this rank's tokens and all heads, and lse [B, n, h] of the n tokens of its sequence
-            shard and the h heads that it attends with.
+            out [B, T, H, Dv] of this rank's tokens and all heads, and lse [B, n, h] of the n tokens of the rank's
+            sequence shard and the h heads that it attends with.
         """
         call, results = self._staged_call(spec), list[Tensor]()
 
@@ -252,8 +252,8 @@ class UPipe(HeadMethod, StagedMethod):
     ) -> list[PendingTensor]:
         """Starts the all-to-alls of stage `i`: of k and v if a round starts on any rank, then of `tensors`.
 
-        Returns one function per tensor, which waits for it; none if stage `i - 1` is the last one. A tensor is
-        projected, packed, sent and freed before the next one is projected.
+        Returns one function per tensor, which waits for it; none if stage `i - 1` is the last one. A tensor (or k and v
+        together) is projected, packed and freed before the next one is projected.
         """
         pending: list[PendingTensor] = []
         if i == len(call.stages):
@@ -374,5 +374,5 @@ class RoundKeys:
         self.dv = dv if self.dv is None else self.dv.to(accumulation_dtype(dv.dtype)).add_(dv)
 
     def without_heads(self) -> RoundKeys:
-        """Returns keys and values of 0 heads: a rank that has finished its rounds still takes part in all-to-alls."""
+        """Returns keys and values of 0 heads, for all-to-alls in which this rank sends no gradients."""
         return RoundKeys(*(x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (self.k, self.v)))

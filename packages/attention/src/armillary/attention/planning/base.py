@@ -20,8 +20,8 @@ InnerPlan = Callable[[AttentionShape], CommPlan]
 class MethodPlan:
     """Base of `SequencePlan` and `HeadPlan`.
 
-    The fields of a subclass are the method's options. A subclass overrides the functions for which it has formulas. The
-    other functions raise a ValueError that names the method.
+    The fields of a subclass are the method's options. `comm_plan` and the formulas of memory raise a ValueError that
+    names the method, unless a subclass overrides them.
 
     Args:
         method: name of the method, for errors.
@@ -63,7 +63,7 @@ class SequencePlan(MethodPlan):
         raise self.missing("backward_memory")
 
     def published_bytes(self, work: AttentionShape) -> tuple[int, int] | None:
-        """Returns the (p2p, collective) bytes that the paper counts for one rank in forward under a full mask."""
+        """Returns the (p2p, collective) bytes that a paper counts for one rank in forward under a full mask, or None."""
         return None
 
 

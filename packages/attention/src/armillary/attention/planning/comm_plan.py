@@ -71,7 +71,7 @@ class Step(NamedTuple):
             query heads and the rows of the batch. Empty if no rank computes.
         later_moves: moves of the step's results, which start once its pairs are computed. They overlap with the
             computation of the next step. If the next step computes nothing, it starts after they have ended.
-        blocks: for each rank, the block whose pairs it computes; None on a rank that computes nothing.
+        blocks: for each rank, the block whose pairs it computes; None on a rank without a block.
         heads: for each rank of the head axis, the query heads that it computes. Empty: all heads on every rank.
     """
 
@@ -101,7 +101,8 @@ def join_shards(layout: SequenceLayout, shards: JoinedShards | None) -> Sequence
 class CommPlan:
     """The steps of `forward` and `backward` of one attention call.
 
-    One all-to-all is not in the plan: on a head axis, a call that returns lse or has sinks also sends lse [B, T, H].
+    One all-to-all is not in the plan: on a head axis, a call that returns lse or has sinks also sends lse [B, T, H],
+    except UPipe on q, k and v, whose plan has it.
 
     Args:
         query_shards, key_shards: the groups of shards that blocks number; None: blocks number the shards themselves.

@@ -38,7 +38,8 @@ from armillary.attention.rotation.nodes import NodeRings, NodeStep
 class NodeRingPlan(SequencePlan):
     """Plan of a `Ring` on axis "nodes" around an inner method on axis "devices".
 
-    In each of M steps, keys (or queries) travel to the next node, while the inner method attends within each node.
+    In each of M steps the inner method attends within each node, while keys (or queries) travel to the next node,
+    except in the last step.
     Memory formulas are up to 15% too high for three nodes.
 
     Args:
@@ -72,7 +73,7 @@ class NodeRingPlan(SequencePlan):
 
     @property
     def balanced_by(self) -> None:
-        """None: no balanced layout is made for two levels of axes."""
+        """None: both sides are made even, and bytes are ignored."""
         return None
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:

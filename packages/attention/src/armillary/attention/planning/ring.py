@@ -84,7 +84,7 @@ def ring_backward_memory(x: Sizes, ranks: int, backward: Backward, onward: float
     """Peak of `Ring.backward` in a layout that is as even by keys as by queries, as zigzag is under a causal mask.
 
     Args:
-        onward: as in `rotate_keys_backward`.
+        onward: as in `rotate_keys_backward`; not used if queries rotate.
     """
     if rotates_queries(x, backward):
         return rotate_queries_backward(x, ranks, direct=False)

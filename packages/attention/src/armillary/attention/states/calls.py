@@ -150,7 +150,7 @@ def _plan(options: StateOptions, v: Tensor, kernel: StateKernel) -> tuple[Axis |
 
 
 def _check_dims(*tensors: tuple[str, Tensor, int | None]) -> None:
-    """Raises ValueError unless all are local floating-point tensors on one device with these numbers of dims.
+    """Raises ValueError unless all are dense floating-point tensors on one device with these numbers of dims.
 
     Args:
         tensors: (name, tensor, number of dims, or None for 3 or 4).

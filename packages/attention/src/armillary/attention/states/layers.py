@@ -45,13 +45,12 @@ def gated_delta_rule(
         initial_state: [B, H, Dk, Dv], the state before position 0, the same on all ranks. It enters only the first
             document of each row. Its gradient is this rank's share of a sum.
         scale: 1 / sqrt(Dk) by default.
-        kernel: a kernel, or the name of one, "torch" or "fla"; by default the fastest that supports the inputs.
+        kernel: a kernel, or the name of one; by default "fla" if it supports the inputs, otherwise "torch".
 
     Returns:
-        (o [B, T, H, Dv], final [B, H, Dk, Dv]): final is the state after the last token of each row, on every rank. The
-        gradients that ranks pass for it are summed. States are float32, or float64 if an input
-        other than initial_state is. For DTensors see
-        `states/dtensors.py`.
+        (o [B, T, H, Dv] in the dtype of v, final [B, H, Dk, Dv]): final is the state after the last token of each row,
+        on every rank. The gradients that ranks pass for it are summed. States are float32, or float64 if an input other
+        than initial_state is. For DTensors see `states/dtensors.py`.
 
     Bytes sent by each of P ranks, kind "all_gather": 4 H Dk (P - 1) (Dv n_states + Dk n_maps), where n_states and
     n_maps are those of the rank that sends most, over all B rows; 8 instead of 4 for float64. Backward sends the
@@ -93,10 +92,10 @@ def ssd(
         Bm, Cm: [B, T, G, Ns]. Head h uses group h // (H / G).
         layout, axis, mask: as in `gated_delta_rule`.
         initial_state: [B, H, D, Ns]; as in `gated_delta_rule`.
-        kernel: a kernel, or the name of one, "torch" or "mamba_ssm"; by default the fastest that supports the inputs.
+        kernel: a kernel, or the name of one; by default "mamba_ssm" if it supports the inputs, otherwise "torch".
 
     Returns:
-        (y [B, T, H, D], final [B, H, D, Ns]).
+        (y [B, T, H, D] in the dtype of x, final [B, H, D, Ns]), as `gated_delta_rule`.
 
     Bytes sent: as `gated_delta_rule`, with 4 H (P - 1) (D Ns n_states + n_maps) in forward.
 
