@@ -43,7 +43,7 @@ def main() -> None:
 
 
 NOTES = [
-    "ratio: ours over the paper's; every ratio further than 5% from 1 has a reason with its number",
+    "ratio: ours over the paper's; every ratio further than 5% from 1 has a reason with a number",
     "not available: a curve of a figure that the paper's text does not state",
     "sent: by one rank, in one call of attention, bfloat16",
 ]
@@ -54,10 +54,10 @@ def page(papers: list[Paper]) -> str:
     notes = "".join(f"- {note}\n" for note in NOTES)
     intro = (
         "# Against the papers\n\n    python benchmarks/papers.py\n\n"
-        "Every table and figure of four papers, beside our own figures. Bytes and memory are counted on the real\n"
-        "methods, run on tensors without numbers; times are the planner's predictions. No GPU has run any of it, and\n"
-        "no figure of a cluster is fitted to the paper that it is compared with, except the PCIe network of 8 x L20\n"
-        "(USP's table 3) and the second six rows of WallFacer's figure 7, where the page says so.\n\n"
+        "Tables and figures of four papers, beside our own figures. Bytes and memory are counted on the real methods,\n"
+        "run on tensors without numbers; times are the planner's predictions. No GPU has run any of it, and no figure\n"
+        "of a cluster is fitted to the paper that it is compared with, except the PCIe network of 8 x L20 (USP's\n"
+        "table 3) and the last six rows of WallFacer's figure 7.\n\n"
     )
     return intro + notes + "\n" + "\n\n".join(paper.markdown() for paper in papers) + "\n"
 

@@ -116,10 +116,11 @@ def table_2() -> Table:
         "One block of a GPT with 12 d^2 parameters (d 512, 16 heads, 8,192 tokens) on 8 ranks, without recomputation: "
         "a step of two blocks less one of one block, counted on rank 0. Parameters are elements in d^2, times the "
         "paper's factors of algorithms (all-reduce 2, all-gather and reduce-scatter 1); activations are in bs L d. "
-        "Memory is in bytes a parameter; N = 8. FSDP2 shards optimizer and gradients in every row but DP, where the "
-        "paper keeps them whole in the rows of plain SP. ZeRO-1 is `--parallel.zero-stage 1` with two micro-batches: "
-        "parameters stay gathered and gradients unsharded until the last one. TP, whose tokens are not sharded, is "
-        "torch's tensor parallelism on a block of its own: the trainer has TP-sp alone."
+        "Memory is in bytes a parameter; N = 8. FSDP2 shards the optimizer in every row but DP, and gradients in every "
+        "row but DP and those of ZeRO-1; the paper keeps both whole in the rows of plain SP. ZeRO-1 is "
+        "`--parallel.zero-stage 1` with two micro-batches: parameters stay gathered and gradients unsharded until the "
+        "last one. TP, whose tokens are not sharded, is torch's tensor parallelism on a block of its own: the trainer "
+        "has TP-sp alone."
     )
     return Table("Table 2, one block under each parallelism", text, rows)
 
@@ -128,11 +129,11 @@ def block_rows(name: str, costs: BlockCosts) -> list[Row]:
     """Communication and memory of a row of table 2."""
     parameters, formula, activations = TABLE_2[name][3:]
     reason = {
+        "SP-Ulysses": STAYS,
         "SP-Ring": "dK and dV travel too: 2 + 2 + 2 in 16 bits; visible halves under a causal mask and 7 / 8 sent",
         "TP-sp": "8 transfers of 7 / 8 in place of 10: gathered inputs are stored, not gathered again",
-    }.get(name, STAYS + "; a causal mask sends half of the ring's keys")
+    }.get(name, STAYS + "; a causal mask sends half of the ring's keys" if activations else "")
     sharing = 1 if name == "DP" else 8
-    storage = "whole in the paper's row" if name.startswith("SP-") else "sharded"
     whole_gradients = name in ("SP-Ulysses", "SP-Ring", "DP") or "ZeRO-1" in name
     sharded_gradients = "not sharded" if name == "DP" or "ZeRO-1" in name else "sharded over 8 ranks"
     return [
@@ -144,7 +145,7 @@ def block_rows(name: str, costs: BlockCosts) -> list[Row]:
             f"{name}: optimizer, bytes a parameter",
             12 if name.startswith("SP-") or name == "DP" else 12 / sharing,
             costs.optimizer,
-            f"6 P = 12 bytes, {storage}; FSDP2 shards them over {sharing} ranks",
+            "the paper's 12 bytes are whole; FSDP2 shards them over 8 ranks" if name.startswith("SP-") else "",
         ),
         Row(
             f"{name}: gradients, bytes a parameter",
@@ -281,7 +282,7 @@ def figure_6() -> Table:
     text = (
         f"Loss over 10,000 steps of a small LLaMA on 2 ranks, stored by `{stored['command']}`: mean absolute "
         "difference of curves of 100-step means, the larger of two seeds ([report](convergence.md)). "
-        "[200 steps on 7 meshes](equality.md) have those of all methods.\n\n"
+        "[Losses of 200 steps on 7 meshes](equality.md) compare five methods.\n\n"
         "![Loss of USP and of data parallelism, two seeds](convergence.png)"
     )
     return Table("Figure 6, convergence, and section 6", text, rows)

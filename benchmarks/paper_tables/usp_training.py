@@ -88,8 +88,8 @@ TABLE_7 = (
 )
 ONE_CARD = ", one card a group"
 TEXT = (
-    "MFU, for visible pairs under the causal mask, as the paper counts it. No recomputation; ZeRO-2, where the paper "
-    "has ZeRO-1, which sends as much. Ours is the planner's prediction for the preset A800 (an A100 with 400 GB/s of "
+    "MFU, for visible pairs under the causal mask, as the paper counts it. No recomputation; ZeRO-2, which sends as "
+    "much as the paper's ZeRO-1. Ours is the planner's prediction for the preset A800 (an A100 with 400 GB/s of "
     "NVLink; 200 Gb/s of network for each rank), with FlashAttention-2's published speed. On Megatron-LM's terms, "
     "all-gathers of parameters and reduce-scatters of float32 gradients are exposed, as by default in the paper's "
     "version, and passes bound by memory are added, each at the memory's bandwidth: norms, residuals, RoPE and SwiGLU "

@@ -136,7 +136,7 @@ def peak_memory() -> Table:
     stored = json.loads((report.RESULTS / "memory-wallfacer.json").read_text())
     rows = [Row(f"{row['method']}: activations of [T, E]", row["paper"], row["sum"]) for row in stored["rows"]]
     text = (
-        "Before the last block's attention in backward: L + 1 checkpoints and 3 C tensors for q, k and v, over the "
+        "Before the last block's attention in backward: L + 1 checkpoints and 3 C tensors for q, k and v, beside the "
         f"memory of model and optimizer. Simulated by `{stored['command']}`, which takes minutes."
     )
     return Table("Equation 10, peak memory of model M", text, rows)
