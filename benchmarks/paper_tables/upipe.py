@@ -39,7 +39,7 @@ def stages() -> Table:
                 "64 query heads, 8 key heads",
                 NOT_AVAILABLE,
                 saved[64, 8, 8],
-                "keys of all groups are there: 1 - (2 x 8 + 2 x 8) / (2 x 64 + 2 x 8) = 0.778",
+                "a stage holds all 8 key heads: 1 - (2 x 8 + 2 x 8) / (2 x 64 + 2 x 8) = 0.778",
             ),
         ],
     )

@@ -386,4 +386,4 @@ def fits() -> Table:
         "without the two inputs of a block that tensor parallelism gathers, which it gathers again in backward (10 in "
         "place of 8 transfers). 5 GiB of a device are reserved. Our own step is beside it."
     )
-    return Table("Settings that do not fit (sections 5.3 and 5.4)", text, rows)
+    return Table("Settings that fit and that do not (sections 5.3 and 5.4)", text, rows)
