@@ -46,7 +46,8 @@ class Method(AttentionMethod):
             mask: the mask for which a balanced layout distributes work evenly; causal by default.
 
         Raises:
-            ValueError: an unknown kind, fewer tokens than ranks, no mask, or for "balanced" one of another length.
+            ValueError: an unknown kind, fewer tokens than ranks, a mask of another type, or for "balanced" of another
+                length.
         """
         return layout_of(kind, length, self.sequence_shards, mask, self.balanced_by)
 

@@ -70,7 +70,7 @@ class Step(NamedTuple):
         pairs: for each rank, the number of visible (query, key) pairs that it computes during the step, summed over its
             query heads and the rows of the batch. Empty if no rank computes.
         later_moves: moves of the step's results, which start once its pairs are computed. They overlap with the
-            computation of the next step. If the next step computes nothing, it starts after they have ended.
+            computation of the next step. A next step that computes nothing starts after they have ended.
         blocks: for each rank, the block whose pairs it computes; None on a rank without a block.
         heads: for each rank of the head axis, the query heads that it computes. Empty: all heads on every rank.
     """

@@ -46,7 +46,7 @@ def state_comm_plan(
     A map takes the state that enters a run of tokens to the state that leaves it (`states/chunks.py`).
 
     Args:
-        layout: the shards of the sequence, contiguous or zigzag.
+        layout: the shards of the sequence, not striped.
         key_dim, value_dim: dims of a state [Dk, Dv]. For `ssd` these are the state's width Ns and the head dim D.
         element_size: bytes of an element of a state: 4, or 8 in float64.
 
