@@ -20,7 +20,7 @@ class Content:
 
     Attributes:
         numbers: the encoding, int64 [n]; None without documents and pattern. It has the pattern's code (0: none); the
-            number of lists of boundaries, one per row, or -1 for one list for all rows, or 0; each list after its length;
+            number of lists of boundaries, one per row, -1 for one list for all rows, or 0; each list after its length;
             the pattern's numbers.
     """
 

@@ -7,9 +7,9 @@
         all-to-all   out of the stage back to sequence shards
 
 A round is the stages that use the same key/value heads; `stages.py` lists the heads of each stage. Without `prefetch`
-only one stage's q, k, v and out exist at a time. Forward saves x, out and the log-sum-exp. Backward runs the same stages and recomputes the
-projections, but not attention. With all heads in one stage this is the checkpoint placement of DistFlashAttention
-(arXiv 2310.03294), for any method.
+only one stage's q, k, v and out exist at a time. Forward saves x, out and the log-sum-exp. Backward runs the same
+stages and recomputes the projections, but not attention. With all heads in one stage this is the checkpoint placement
+of DistFlashAttention (arXiv 2310.03294), for any method.
 """
 
 from __future__ import annotations
