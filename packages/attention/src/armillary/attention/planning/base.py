@@ -63,7 +63,7 @@ class SequencePlan(MethodPlan):
         raise self.missing("backward_memory")
 
     def published_bytes(self, work: AttentionShape) -> tuple[int, int] | None:
-        """Returns the (p2p, collective) bytes a rank sends in forward under a full mask by the paper's count, or None."""
+        """Returns the paper's (p2p, collective) bytes of one rank in forward under a full mask, or None."""
         return None
 
 
