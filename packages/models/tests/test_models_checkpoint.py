@@ -2,16 +2,21 @@
 
 import itertools
 from functools import cache, partial
+from weakref import ref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from armillary.attention import AttentionMask, Local, UPipe
 from armillary.core.testing import relative_error
 from armillary.models import Checkpointing, Llama, LlamaConfig, in_chunks, initialize, linear_token_loss
+from armillary.models.activation_checkpoint.policy import Policy
 from armillary.models.block import Context
 from armillary.models.layers.chunked import TokenFunction
 from armillary.models.layers.projections import HeadProjections
@@ -267,6 +272,52 @@ def test_a_shared_projection_accumulates_its_gradient_once():
         return [key_value.weight.grad, norm.weight.grad]
 
     assert max(itertools.starmap(relative_error, zip(gradients(2), gradients(None), strict=True))) < 1e-5
+
+
+@pytest.mark.parametrize("stage", [None, 2])
+def test_a_parametrized_projection_gets_its_gradient(stage):
+    class Double(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    def gradient(options: Checkpointing, stage: int | None) -> Tensor:
+        model = build(options, torch.float64, stage)
+        projection: nn.Module = model.model.layers[0].self_attn.q_proj
+        register_parametrization(projection, "weight", Double())
+        loss_of(model).backward()
+        return projection.parametrizations.weight.original.grad
+
+    expected = gradient(Checkpointing(), None)
+    assert all(relative_error(gradient(options, stage), expected) < 1e-12 for options in POLICIES)
+
+
+class PeakBytes(TorchDispatchMode):
+    """Largest number of bytes of the storages alive at once, of those that ops inside of the mode have returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages, self.peak = dict[int, ref[torch.UntypedStorage]](), 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                self.storages[x.untyped_storage()._cdata] = ref(x.untyped_storage())
+        self.peak = max(self.peak, sum(s.nbytes() for x in self.storages.values() if (s := x()) is not None))
+        return out
+
+
+@pytest.mark.parametrize("head_dim", [4, 8, 16])
+def test_forward_takes_no_more_memory_if_the_result_does_not_fit_into_out(head_dim):
+    def peak(policy: Policy) -> int:
+        model = build(Checkpointing(policy, chunk=8), torch.float32, layers=1, head_dim=head_dim)
+        x, rotation = torch.randn(1, 256, 32), RotaryEmbedding.at(torch.arange(256), head_dim, 1e4, torch.float32)
+        context = Context(256, rotation, AttentionMask(causal=True), None)
+        with torch.no_grad(), PeakBytes() as memory:
+            model.model.layers[0](x, context)
+        return memory.peak
+
+    assert peak("layer") <= peak("attention_output")
 
 
 def test_unsupported_options_raise():

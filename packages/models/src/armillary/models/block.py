@@ -163,7 +163,7 @@ class Block(nn.Module):
 
 
 def attend(block: Block, x: Tensor, context: Context) -> Tensor:
-    """Computes the mixer's output from x [B, T, E], out [B, T, H, D], under autograd."""
+    """Computes the mixer's output [B, T, H, D] from the block's input x [B, T, E], under autograd."""
     normed_x = block.norm(x)
     if block.gathered_ranks > 1:
         normed_x = normed_x[:, : context.tokens]  # without the padding of gathered tokens to a multiple of ranks
@@ -173,7 +173,7 @@ def attend(block: Block, x: Tensor, context: Context) -> Tensor:
             return mixer(normed_x, mask=context.mask, layout=context.layout)
         projections = mixer.projections(context.rotation, norm=None)
         if isinstance(mixer.attention, TakesProjections):
-            # The method decides when to project: UPipe stage by stage, others while the first keys are being sent.
+            # The method decides when to project: UPipe stage by stage, Ulysses keys while queries are being sent.
             return mixer.attention.projected(normed_x, projections, mask=context.mask, layout=context.layout)
         q = projections.q(normed_x, range(projections.heads))
         k, v = projections.kv(normed_x, range(projections.key_heads))

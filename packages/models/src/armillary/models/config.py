@@ -45,9 +45,10 @@ class LlamaConfig:
         states: sizes of the layers with other mixers than attention; needed if there are any.
 
     Raises:
-        ValueError: a size is below 1, key/value heads do not divide query heads, the head dim is odd, eps is below 0
-            or not finite, theta is not above 0 or not finite, no layer has the window, a mixer is unknown, there are
-            more mixers than layers, `states` are missing or not used, or there are more than 2^59 parameters.
+        ValueError: a size is not an integer of at least 1, key/value heads do not divide query heads, the head dim is
+            odd, dim is below heads without a head dim, eps is below 0 or not finite, theta is not above 0 or not
+            finite, `window_from` is not a layer (without a window, not 0), a mixer is unknown, there are no mixers or
+            more than layers, `states` are missing or not used, or there are more than 2^59 parameters.
     """
 
     vocab_size: int
@@ -215,8 +216,8 @@ class LlamaConfig:
 
         These are the usual model FLOPs of an MFU. Each parameter that multiplies the token counts 6 (2 forward, 4
         backward). The embedding table is looked up and does not count, unless it is tied to the head; biases and norms
-        count as if they multiplied. Attention adds 12 H D in each layer for every (query, key) pair visible under
-        `mask` (causal by default) and the layer's window; layers with a state add `StateConfig.flops_per_token`.
+        count as if they multiplied. Attention adds 12 H D in each layer for every key that the token sees under `mask`
+        (causal by default) and the layer's window; layers with a state add `StateConfig.flops_per_token`.
         Softmax, RoPE and recomputation do not count.
 
         Raises:
@@ -245,8 +246,8 @@ class GPTConfig:
         norm_eps: epsilon of LayerNorm, added to the variance.
 
     Raises:
-        ValueError: a size is below 1, heads do not divide dim, eps is below 0 or not finite, or there are more than
-            2^59 parameters.
+        ValueError: a size is not an integer of at least 1, heads do not divide dim, eps is below 0 or not finite, or
+            there are more than 2^59 parameters.
     """
 
     vocab_size: int = 50_257

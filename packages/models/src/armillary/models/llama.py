@@ -2,7 +2,7 @@
 
 The module contains no parallelism: attention is an argument, positions are explicit, and everything else is token-wise.
 So it runs on a full sequence or on one shard of it. Attributes and the keys of `state_dict` have the names of Hugging
-Face's `LlamaForCausalLM`.
+Face's `LlamaForCausalLM`, except those of layers with a state (`linear_attn`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class StateConfig:
         conv_width: W, the number of tokens that the short convolution sees.
 
     Raises:
-        ValueError: a size is below 1, or key heads do not divide value heads.
+        ValueError: a size is not an integer of at least 1, or key heads do not divide value heads.
     """
 
     heads: int

@@ -155,7 +155,7 @@ class Checkpoint:
         return y
 
     def fetch(self) -> None:
-        """Starts to copy offloaded tensors back to the device, unless their copies are in flight already."""
+        """Starts to copy offloaded tensors back, unless their copies are in flight or they are still on the device."""
         for group in (*self.stored_tensors.values(), *self.recomputed_tensors.values()):
             if isinstance(group, OffloadedTensors):
                 group.fetch()

@@ -19,7 +19,7 @@ from armillary.core import compat
 
 
 def writable(grad_outputs: tuple[Tensor, ...]) -> Tensor:
-    """Returns the one gradient in `grad_outputs` if nothing else refers to it, else a copy.
+    """Returns the one gradient in `grad_outputs` if it is contiguous and nothing else refers to it, else a copy.
 
     Call it first in the `backward(ctx, *grad_outputs)` of a once-differentiable `autograd.Function`. If a hook, a
     caller of `torch.autograd.grad` or another node of the graph keeps the gradient, or if it is a view of another

@@ -17,7 +17,7 @@ output would save nothing: its backward needs states and chunks, for which the l
 Under the last two policies a block is one `autograd.Function`. The token-wise parts run in chunks of tokens, q, k and v
 are computed in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So
 only two to four tensors of the size of x [B, T, E] are alive at once. Forward: x and out, which the result overwrites;
-there is a third tensor for the result under "attention_output", or if out and x have different numbers of elements.
+there is a third tensor for the result under "attention_output", or if out and x differ in size.
 Backward: x, out, dout, and dy, which dx overwrites. In 16 bits, dx is rounded each time that a stage of heads adds to
 it.
 """
@@ -47,6 +47,7 @@ from armillary.models.activation_checkpoint.state_run import StateRun
 from armillary.models.block import Block, Context, Decoder, attend, run_plainly
 from armillary.models.layers import chunked
 from armillary.models.layers.chunked import trained_parameters
+from armillary.models.layers.projections import ProjectionModule
 from armillary.models.layers.state_mixers import StateMixer
 
 Policy = Literal["none", "layer", "attention_output"]
@@ -61,7 +62,7 @@ class Checkpointing:
         policy: selects the tensors that each block stores for backward.
         offload: True stores these tensors in the host's memory.
         prefetch: True copies a block's offloaded tensors back while the block after it runs backward. False starts the
-            copies when that backward ends: the peak is one tensor [B, T, E] lower, but the copies overlap with less
+            copies when that backward ends: the peak is lower by these tensors, but the copies overlap with less
             computation.
         tiled: True runs the token-wise part in chunks that backward recomputes, even under policy "none".
         chunk: number of tokens in a chunk of norms, projections and MLPs; by default chosen by
@@ -72,7 +73,8 @@ class Checkpointing:
         on_device: with `offload`, the tensors of this number of last blocks stay on the device.
 
     Raises:
-        ValueError: the policy is unknown, an option has no meaning under the policy, or a count is below its minimum.
+        ValueError: the policy is unknown, an option has no meaning under the policy or without `offload`, or a number
+            is below its minimum.
     """
 
     policy: Policy = "none"
@@ -131,11 +133,12 @@ class Checkpointing:
     def apply(self, model: nn.Module) -> None:
         """Makes the blocks of a `Llama` or `GPT` run under this policy, in place. A later call replaces the policy.
 
-        Call it before or after FSDP, but before torch.compile, which replaces the same attribute, `Block.run`.
+        Call it before or after FSDP, but before `parallelize` compiles blocks, which may replace the same attribute,
+        `Block.run`.
 
         Raises:
-            ValueError: the model has no `Block`s, a count is above their number, or the policy is not "none" and
-                attention is not a `Method`.
+            ValueError: the model has no `Block`s to which the policy applies; errors of `tensors_by_block`; or the
+                policy is not "none" and attention is not a `Method`.
         """
         blocks = [module for module in model.modules() if isinstance(module, Block)]
         if not blocks and (self.policy != "none" or self.tiled):
@@ -240,20 +243,21 @@ class CheckpointedRun(BlockRun):
             return self.upipe.attend(self.source(self.attention_input(x)), self.call, buffer)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (the block's result, out, lse). Unless out is stored, the result overwrites it chunk by chunk."""
+        """Returns (the block's result, out, lse). The result overwrites out if it fits and out is not stored."""
         # `key_heads` has an entry for each of this rank's query heads. `tokens` counts the padding of gathered tokens.
         heads, tokens = len(self.call.key_heads), x.shape[1] * self.gathered_ranks
+        width = self.gathered_ranks * heads * cast(ProjectionModule, self.block.mixer).head_dim
         # The result [B, T, E] cannot overwrite out [B, tokens, heads, D] if backward needs out, or if their numbers of
         # elements differ.
-        if self.keep.attention_output or x.shape[2] % (heads * self.gathered_ranks) or tokens != self.context.tokens:
+        if self.keep.attention_output or x.shape[2] != width or tokens != self.context.tokens:
             out, lse = self.attend(x)
             return self.after_attention(x, out, None), out, lse
         with label("checkpoints"):  # y is the next block's x, which that block stores
             y = torch.empty_like(x, memory_format=torch.contiguous_format)
         out_buffer = y.view(len(y), tokens, heads, -1)
         out, lse = self.attend(x, out_buffer)
-        # `attend` may return out in other memory: then the result needs a third tensor.
-        return self.after_attention(x, out, y if out is out_buffer else None), out, lse
+        # Under autocast `attend` may return out in another dtype, and so in other memory: a third tensor.
+        return self.after_attention(x, out, y), out, lse
 
     def differentiate(
         self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
@@ -288,7 +292,6 @@ class CheckpointedRun(BlockRun):
         gathered_dx = x.new_zeros((len(x), x.shape[1] * self.gathered_ranks, x.shape[2]))
         source = self.source(self.attention_input(x), gathered_dx[:, : self.context.tokens], totals)
         self.upipe.differentiate(dout, source, out, lse, self.call)
-        del dout  # frees it before `norm_dx` is allocated
         norm_dx, chunking = torch.empty_like(dx), (self.chunk, self.gathered_ranks)
         chunked.backward(self.block.norm, (x,), gathered_dx, (norm_dx,), totals, RNGReplay(), *chunking)
         dx += norm_dx

@@ -18,8 +18,8 @@ TokenFunction = Callable[..., Tensor]
 """A function from tensors [B, T, ...] to [B, T, E] that computes each token independently. Backward calls it again.
 
 The first input has this rank's T tokens. Under tensor parallelism, other inputs and the result may have the tokens of
-all ranks, `gathered_ranks` for each token of the first input (fewer for the last one). The function gathers or scatters
-these interleaved tokens itself (`armillary.models.layers.interleaved`).
+all ranks, `gathered_ranks` for each token of the first input (other inputs without padding, so fewer for the last one).
+The function gathers or scatters these interleaved tokens itself (`armillary.models.layers.interleaved`).
 """
 
 
@@ -30,13 +30,16 @@ def in_chunks(
     chunk: int | None = None,
     gathered_ranks: int = 1,
 ) -> Tensor:
-    """Computes `function(*inputs)` with autograd, in chunks. Saves only the inputs; backward recomputes each chunk.
+    """Computes `function(*inputs)` with autograd, in chunks. Saves only its inputs; backward recomputes each chunk.
 
     Args:
         inputs: [B, T, ...] each, or [B, T * gathered_ranks, ...].
         module: the module whose parameters `function` uses.
         chunk: number of tokens in a chunk; by default chosen by `armillary.attention.call.token_chunks`.
         gathered_ranks: see `TokenFunction`.
+
+    Raises:
+        ValueError: `chunk` is below 1.
     """
     call = function, module, chunk, gathered_ranks, len(inputs)
     return cast(Tensor, cast(Any, ChunkedFunction).apply(*call, *inputs, *trained_parameters(module)))
@@ -82,7 +85,7 @@ def backward(
     """Recomputes `function`, chunk by chunk, and computes its gradients.
 
     Args:
-        dy: [B, T, E], the gradient of the result.
+        dy: the gradient of the result.
         grads: memory for each input's gradient; None for an input that needs no gradient. One of them may be `dy`
             itself: each chunk is read before it is overwritten.
         totals: sums to which the parameters' gradients are added.

@@ -23,7 +23,7 @@ from armillary.models.layers.rope import RotaryEmbedding
 class HeadProjections:
     """Projections from hidden states x [B, T, E] to q [B, T, H, D] and k, v [B, T, K, D], with norms and RoPE.
 
-    Implements `TokenProjections`.
+    Implements `TokenProjections`, `CacheableProjections`, `CollectsGradients` and `Traceable`.
 
     Args:
         query, key, value: projections from E to H D, K D and K D. If one is a plain `nn.Linear`, only the requested
@@ -110,19 +110,21 @@ class HeadProjections:
 
     def _project(self, linear: nn.Module, x: Tensor, heads: Sequence[int], count: int) -> Tensor:
         """Computes the requested heads [B, T, h, D] of a projection to `count` heads."""
-        # In backward of a checkpointed block, gradients of the parameters are added to `totals`.
-        if self.totals is not None and isinstance(linear, nn.Linear) and plain(linear, nn.Linear):
-            y = collected_linear(x, linear, HeadRows(tuple(heads), self.head_dim), self.totals)
+        plain_linear = linear if isinstance(linear, nn.Linear) and plain(linear, nn.Linear) else None
+        # In backward of `Projected`, gradients of the parameters are added to `totals`. But the weight of a layer with
+        # a submodule (a parametrization) is not a parameter.
+        if self.totals is not None and plain_linear is not None and not any(plain_linear.children()):
+            y = collected_linear(x, plain_linear, HeadRows(tuple(heads), self.head_dim), self.totals)
             return y.unflatten(-1, (len(heads), self.head_dim))
         if tuple(heads) == tuple(range(count)):
             return linear(x).unflatten(-1, (count, self.head_dim))
         # A module with hooks or its own `forward` must be called as a whole, and computes all heads.
-        if not isinstance(linear, nn.Linear) or not plain(linear, nn.Linear):
+        if plain_linear is None:
             return select_heads(linear(x).unflatten(-1, (count, self.head_dim)), heads)
         # A plain linear layer: only the rows of the requested heads are multiplied.
         rows = HeadRows(tuple(heads), self.head_dim)
-        bias = cast(Tensor | None, linear.bias)
-        y = F.linear(x, rows.of(linear.weight), None if bias is None else rows.of(bias))
+        bias = cast(Tensor | None, plain_linear.bias)
+        y = F.linear(x, rows.of(plain_linear.weight), None if bias is None else rows.of(bias))
         return y.unflatten(-1, (len(heads), self.head_dim))
 
 

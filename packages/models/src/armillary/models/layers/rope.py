@@ -1,4 +1,4 @@
-"""Rotary position embedding (RoFormer, arXiv 2104.09864), from explicit global positions."""
+"""Rotary position embedding (RoFormer, arXiv 2104.09864), from explicit positions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RotaryEmbedding:
             dtype: dtype of the model. Cosines and sines have this dtype, or float32 if it is narrower.
             scaling: replaces the frequencies, and may scale cosines and sines.
         """
-        # In float64: a float32 frequency has a relative error of 6e-8, which is 0.3 radians at position 5,000,000.
+        # In float64: a float32 frequency has a relative error of up to 6e-8: 0.3 radians at position 5,000,000.
         frequencies = plain_frequencies if scaling is None else scaling.frequencies
         angles = positions.double()[..., None, None] * frequencies(head_dim, theta, positions.device)
         cos, sin = angles.cos(), angles.sin()

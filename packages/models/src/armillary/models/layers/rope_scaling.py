@@ -1,7 +1,7 @@
 """Scalings of RoPE's frequencies for sequences longer than in pre-training.
 
 Fields have the names and meanings of Hugging Face's `rope_parameters`. The original length is the sequence length of
-pre-training, `original_max_position_embeddings`. A pair of dims with frequency f makes length f / (2 pi) turns in it.
+pre-training, `original_max_position_embeddings`. A pair of dims with frequency f makes f L / (2 pi) turns in L tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class LinearScaling:
     """Divides every frequency by `factor` (position interpolation, arXiv 2306.15595).
 
     Raises:
-        ValueError: the factor is not above 0.
+        ValueError: the factor is not a finite number above 0.
     """
 
     factor: float
@@ -67,7 +67,7 @@ class Llama3Scaling:
         original_max_position_embeddings: the original length.
 
     Raises:
-        ValueError: a number is not above 0, or high_freq_factor is not above low_freq_factor.
+        ValueError: a field is not a finite number above 0, or high_freq_factor is not above low_freq_factor.
     """
 
     factor: float
@@ -102,15 +102,15 @@ class YarnScaling:
     Args:
         factor: divisor of low frequencies.
         original_max_position_embeddings: the original length.
-        attention_factor: factor of cosines and sines; by default 1 + ln(factor) / 10, as in the paper.
+        attention_factor: factor of cosines and sines; by default 1 + ln(factor) / 10, as in the paper, but at least 1.
         beta_fast, beta_slow: numbers of turns in the original length: above beta_fast a frequency is high, below
             beta_slow it is low.
         truncate: True lets the blend begin and end at whole pairs.
-        mscale, mscale_all_dim: if both are given, the default attention factor is (1 + mscale ln(factor) / 10) /
-            (1 + mscale_all_dim ln(factor) / 10) (DeepSeek).
+        mscale, mscale_all_dim: if both are given and factor is above 1, the default attention factor is
+            (1 + mscale ln(factor) / 10) / (1 + mscale_all_dim ln(factor) / 10) (DeepSeek).
 
     Raises:
-        ValueError: a number is not above 0, or beta_fast is below beta_slow.
+        ValueError: a number is not finite and above 0, beta_fast is below beta_slow, or `truncate` is not a bool.
     """
 
     factor: float

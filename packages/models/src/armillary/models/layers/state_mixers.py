@@ -31,7 +31,7 @@ Recurrence = Callable[..., tuple[Tensor, Tensor]]
 
 @runtime_checkable
 class StateOperations(Protocol):
-    """Convolution and recurrence with a cache, for decoding. A layer calls them if this is its `attention`."""
+    """Convolution and recurrence with a cache, for decoding. A layer whose `attention` has them calls them."""
 
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mask: AttentionMask, layout: SequenceLayout | None
@@ -101,8 +101,8 @@ class StateInputs(NamedTuple):
 
     Args:
         x: [B, T, E], the layer's input.
-        q, k: [B, T, K, Dk], after the convolution.
-        v: [B, T, H, Dv], after the convolution.
+        q, k: [B, T, K, Dk], after convolution and SiLU.
+        v: [B, T, H, Dv], after convolution and SiLU.
         z: [B, T, H, Dv], the gate before its activation.
         dt: [B, T, H], step sizes, above 0.
         A: [H], rates, below 0. A state decays by exp(dt A) per token.
@@ -150,8 +150,8 @@ class StateMixer(nn.Module):
         self.o_proj = nn.Linear(sizes.values, dim, bias=False)
 
     def forward(self, x: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None) -> Tensor:
-        # 1. Projections and short convolution. One call for q, k and v: it receives the tokens that the convolution
-        # needs from other ranks in one message for all three.
+        # 1. Projections and short convolution. One call for q, k and v, so that one exchange of tokens between ranks
+        # serves all three.
         convolutions = [self.q_conv1d, self.k_conv1d, self.v_conv1d]
         weights = [conv.weight for conv in convolutions]
         biases = [conv.bias for conv in convolutions if conv.bias is not None]
@@ -162,10 +162,10 @@ class StateMixer(nn.Module):
         key_dim, value_dim = self.sizes.key_dim, self.sizes.value_dim
         q, k = (y.unflatten(-1, (-1, key_dim)) for y in (q, k))
         v, z = (y.unflatten(-1, (-1, value_dim)) for y in (v, self.z_proj(x)))
-        # 2. Step sizes dt and rates A. The decay exp(dt A) is close to 1, so both are in float32 for 16-bit inputs.
+        # 2. Step sizes dt and rates A. The decay exp(dt A) may be close to 1, so both are in float32 or wider.
         wide = torch.promote_types(x.dtype, torch.float32)
         dt = F.softplus(self.a_proj(x).to(wide) + self.dt_bias.to(wide))
-        # 3. The recurrence, then norm and gate.
+        # 3. The recurrence, norm and gate.
         call = partial(recur, self.attention, mask=mask, layout=layout)
         return self.gated_outputs(StateInputs(x, q, k, v, z, dt, -self.A_log.to(wide).exp(), call))
 
@@ -185,7 +185,7 @@ class GatedDeltaNet(StateMixer):
         self.norm = nn.RMSNorm(sizes.value_dim, eps=eps)
 
     def gated_outputs(self, inputs: StateInputs) -> Tensor:
-        # Queries and keys of length 1, so that the delta rule's I - beta k k^T does not enlarge the state.
+        # Queries and keys get length 1. With such keys, the delta rule's I - beta k k^T does not enlarge the state.
         q, k = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + NORM_EPS) for y in (inputs.q, inputs.k))
         beta = self.b_proj(inputs.x).sigmoid()
         out = inputs.recur(gated_delta_rule, q, k, inputs.v, inputs.dt * inputs.A, beta)
