@@ -161,6 +161,17 @@ def test_other_dtypes_get_the_same_numbers_rounded():
         assert all(torch.equal(p, expected[name].to(dtype)) for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_the_default_dtype_changes_no_weight(default):
+    expected, model = dict(plain(SMALL).named_parameters()), Llama(SMALL, attend)
+    torch.set_default_dtype(default)
+    try:
+        initialize(model, seed=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(p, expected[name]) for name, p in model.named_parameters())
+
+
 def test_wrapping_blocks_changes_no_weight():
     model = Llama(SMALL, attend)
     for i, block in enumerate(model.model.layers):

@@ -41,6 +41,12 @@ def test_no_valid_label_gives_zero():
     assert torch.equal(logits.grad, torch.zeros(1, 3, 7))
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_labels_may_be_any_integers(dtype):
+    logits, labels = torch.randn(1, 4, 7), torch.tensor([[5, 0, 6, 3]])
+    assert torch.equal(token_loss(logits, labels.to(dtype), ignore=3)[0], token_loss(logits, labels, ignore=3)[0])
+
+
 def test_mismatched_shapes_are_refused():
     with pytest.raises(ValueError, match=r"got \(2, 3, 7\) and \(2, 4\)"):
         token_loss(torch.zeros(2, 3, 7), torch.zeros(2, 4).long())

@@ -44,7 +44,7 @@ def pretrained_config(folder: str | PathLike[str]) -> LlamaConfig | GPTConfig:
 
 
 def initialize(model: Llama | GPT, seed: int) -> None:
-    """Fills the model's parameters. The values of each depend only on its name, its full shape and the seed.
+    """Fills the model's parameters. The random numbers of each depend only on its name, its full shape and the seed.
 
     So every mesh starts from the same weights, without communication. Linear and embedding weights are normal with
     standard deviation 0.02, or 0.02 / sqrt(2 * layers) if their outputs are added to the residual stream (GPT-2's
@@ -74,7 +74,7 @@ def draw(name: str, parameter: Tensor, layers: int, seed: int) -> Tensor:
     # tying then do not change the values.
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     generator = torch.Generator(parameter.device).manual_seed(int.from_bytes(digest[:8]))
-    values = torch.empty(parameter.shape, device=parameter.device)
+    values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
     if name.endswith("A_log"):
         return values.uniform_(1, 16, generator=generator).log()
     if name.endswith("dt_bias"):

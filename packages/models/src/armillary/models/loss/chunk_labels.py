@@ -83,6 +83,9 @@ def token_labels(labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> 
         labels: integers [B, T], or `LabelTriples`.
         ignore: the value that marks a token without a label.
         ranks: R, over which tokens are interleaved.
+
+    Raises:
+        ValueError: labels are not integers [B, T].
     """
     if isinstance(labels, LabelTriples):
         return MultiLabels.of(labels, ranks)

@@ -41,11 +41,11 @@ def linear_token_loss(
 ) -> tuple[Tensor, Tensor]:
     """Computes `token_loss(F.linear(hidden, weight, bias), labels)` chunk by chunk. Can be passed as a model's `head`.
 
-    A chunk's logits are computed once, in the dtype of `hidden` (or of autocast), and softmax in float32. Gradients are
-    computed in the same forward pass, for inputs that require them. Backward multiplies them by the upstream gradient,
-    any number of times (`retain_graph`); it cannot be differentiated.
+    A chunk's logits are computed once, in the dtype of `hidden` (or of autocast), and softmax in float32 or wider.
+    Gradients are computed in the same forward pass, for inputs that require them. Backward multiplies them by the
+    upstream gradient, any number of times (`retain_graph`); it cannot be differentiated.
 
-    Memory, with e bytes per element: d(hidden), T E e bytes, and d(weight) in float32, 4 V E bytes, live from forward
+    Memory, with e bytes per element: d(hidden), B T E e bytes, and d(weight) in float32, 4 V E bytes, live from forward
     to backward. Forward also needs a chunk's logits, chunk V e bytes, and of 16-bit logits a float32 copy, chunk V 4
     bytes. `hidden` and `weight` are not kept.
 

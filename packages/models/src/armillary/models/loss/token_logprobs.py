@@ -123,7 +123,7 @@ def token_logprobs(
 
         "all_gather", forward        (R - 1) (n E e + (R n + M) w), and with statistics (R - 1) 3 R n w more
         "all_gather", backward       (R - 1) n E e
-        "reduce_scatter", backward   (R - 1) n E e
+        "reduce_scatter", backward   (R - 1) n E e if `hidden` requires a gradient
 
     Returns:
         Log-probabilities in nats, shaped as `labels`, in float32 (float64 for float64). With an axis, every rank gets

@@ -67,7 +67,7 @@ def token_loss(
         )
     shard, label_lookup = VocabularyShard.of(logits.shape[-1], axis, vocabulary), token_labels(labels, ignore)
     if shard.alone and isinstance(labels, Tensor):
-        return unsharded_loss(logits.flatten(0, 1), labels.flatten(), ignore, z_loss), label_lookup.count
+        return unsharded_loss(logits.flatten(0, 1), labels.flatten().long(), ignore, z_loss), label_lookup.count
     label_lookup.check(shard)
     needs_grad = logits.requires_grad and torch.is_grad_enabled()
     total = ShardedLoss.apply(logits.flatten(0, 1), label_lookup, shard, z_loss, needs_grad)
