@@ -105,7 +105,8 @@ class CachedAttention:
 
     Bytes of the cache on a rank with T tokens of the prompt and room for R new ones: 2 (B T + B n R) K D e.
 
-    Bytes sent for each new token: at most (P - 1) B n H (D e + 4), kind "all_gather", for any length of the prompt.
+    Bytes sent for each new token, kind "all_gather", for any length of the prompt: at most (P - 1) B n H (D e + 4) (8
+    instead of 4 in float64).
 
     Args:
         method: the layer's method.

@@ -41,8 +41,8 @@ class Decoding:
 
     Raises:
         ValueError: the model has no `Block`s, its attention is not an armillary method, its layers have methods that
-            divide the sequence differently, new tokens cannot continue the mask, or the mask has a window and a layer
-            has a state.
+            divide the sequence differently or unknown axes, new tokens cannot continue the mask, or the mask has a
+            window and a layer has a state.
     """
 
     def __init__(
@@ -71,14 +71,16 @@ class Decoding:
         ]
 
     def prompt(self, ids: Tensor, layout: SequenceLayout | None = None) -> Tensor:
-        """Runs the whole prompt. Returns logits [B, V] of its last token, equal on all ranks.
+        """Runs the whole prompt. Returns logits [B, V] of its last token, on every rank.
 
-        Each rank computes its own tokens, and attention runs as in training. Only the last token's logits are computed.
+        Each rank computes its own tokens, and attention runs by the layer's method. Only the last token's logits are
+        computed.
 
         Args:
             ids: [B, N], the same on all ranks.
-            layout: layout of the prompt over all ranks of the method; by default `method.layout(N)`. If N is smaller
-                than the number of ranks and no layout is given, the prompt is decoded token by token.
+            layout: layout of the prompt over all ranks of the method, or over its sequence axis; by default
+                `method.layout(N)`. If N is smaller than the number of ranks and no layout is given, the prompt is
+                decoded token by token.
 
         Raises:
             ValueError: the layout has another length, or another number of shards.
@@ -98,7 +100,7 @@ class Decoding:
             )
 
     def step(self, token: Tensor) -> Tensor:
-        """Runs the next token of each completion. Returns logits [B n, V] for the token after it, equal on all ranks.
+        """Runs the next token of each completion. Returns logits [B n, V] for the token after it, on every rank.
 
         Args:
             token: [B n], the same on all ranks. The n completions of a prompt are adjacent.
@@ -120,7 +122,7 @@ class Decoding:
         return broadcast_from_shard(token[:, None][:, : int(shard == 0)], 0, shard, self.axes)[:, 0]
 
     def layout_for(self, ids: Tensor, layout: SequenceLayout | None) -> SequenceLayout | None:
-        """Returns the layout of a prompt [B, N] over all ranks, checked. None if N is below the number of ranks."""
+        """Returns the layout of a prompt [B, N] over all ranks, checked. None if none is given and N is below P."""
         length, shards = ids.shape[1], self.method.shards
         if layout is None:
             return self.method.layout(length) if length >= shards else None

@@ -41,11 +41,11 @@ def generate(
     Every rank runs each new token.
 
     Args:
-        model: on a device, plain or under FSDP. Its attention, checkpoint policy and `training` flags are restored
-            afterwards.
+        model: a plain model, or one on a mesh (`parallelize`). Its attention, checkpoint policy and `training` flags
+            are restored afterwards.
         ids: the whole prompts [B, N], integers, the same on every rank. All prompts have N tokens.
         new_tokens: number of tokens to generate.
-        layout: layout of the prompt over all ranks of the method; by default `attend.layout(N)`.
+        layout: layout of the prompt, as in `Decoding.prompt`; by default `attend.layout(N)`.
         mask: causal by default. May have a window, unless the model has layers with a state.
         temperature, top_k, top_p: as in `Sampling`; by default the most likely token is taken.
         seed: seed of random draws. The same seed gives the same tokens on devices of one type.
@@ -126,7 +126,7 @@ def _generate(
     token = ids[:, -1].repeat_interleave(len(generators))
     ended = torch.zeros_like(token, dtype=torch.bool)
     for remaining in reversed(range(new_tokens)):
-        # Logits may differ between ranks in the last bit, so all ranks take the first rank's token.
+        # Kernels of several devices may round logits differently, so all ranks take the first rank's token.
         next_token = decoding.broadcast_token(sampling.choose(logits, generators))
         token = torch.where(ended, token, next_token)  # a row that has ended repeats its last token
         ended = ended | torch.isin(token, stop)
@@ -139,7 +139,7 @@ def _generate(
 def check(model: Llama | GPT, ids: Tensor, new_tokens: int, completions: int) -> None:
     """Raises ValueError for invalid prompts and counts, and for more tokens than a GPT has positions."""
     if ids.ndim != 2 or 0 in ids.shape or ids.is_floating_point() or ids.dtype == torch.bool:
-        raise ValueError(f"ids must be integers [B, N], at least one of them; got {tuple(ids.shape)} of {ids.dtype}")
+        raise ValueError(f"ids must be integers [B, N] with B and N above 0; got {tuple(ids.shape)} of {ids.dtype}")
     if new_tokens < 1:
         raise ValueError(f"new_tokens={new_tokens}: it must be at least 1")
     if completions < 1:

@@ -23,7 +23,7 @@ class CachedStates:
 
     Bytes of the cache on every rank: B n (H Dk Dv a + (W - 1) C e), with `a` bytes of a state's element.
 
-    Bytes sent for the prompt: what the layer sends without a cache, and at most (P - 1) B (W - 1) C e. Nothing is sent
+    Bytes sent for the prompt: those of the layer without a cache, and at most (P - 1) B (W - 1) C e. Nothing is sent
     for a new token.
     """
 
@@ -32,7 +32,7 @@ class CachedStates:
         self.state: Tensor | None = None
         """The latest state: [B, H, Dk, Dv], or [B, H, D, Ns] of Mamba-2. B n instead of B after the first new token."""
         self.tail: Tensor | None = None
-        """The convolution's last W - 1 inputs: [B, W - 1, C]."""
+        """The convolution's last W - 1 inputs: [B, W - 1, C], or B n as `state`."""
 
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mask: AttentionMask, layout: SequenceLayout | None
@@ -79,7 +79,7 @@ def last_tokens(x: Tensor, count: int, layout: SequenceLayout, method: Method) -
     for shard in range(layout.shards):
         spans = layout.spans(shard)
         for start, span in zip(accumulate(map(len, spans), initial=0), spans, strict=False):
-            for index in range(max(0, len(span) - count), len(span)):  # only the last `count` tokens of a span can be
+            for index in range(max(0, len(span) - count), len(span)):  # no earlier token is among the last
                 if span[index] >= first:
                     positions[shard].append(span[index])
                     own_indices += [start + index] if shard == method.shard else []

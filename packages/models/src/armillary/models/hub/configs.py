@@ -268,6 +268,6 @@ def llama_family(config: LlamaConfig) -> str:
     values = ", ".join(f"{name}={getattr(config, name)}" for name in names)
     raise ValueError(
         f"no model_type of Hugging Face's has this combination: {values}. llama: no window, qkv_bias = out_bias, heads "
-        "that divide dim; mistral: a window on all layers, no biases; qwen2: qkv_bias alone; qwen3: qk_norm, "
+        "that divide dim; mistral: a window on all layers or none, no biases; qwen2: qkv_bias alone; qwen3: qk_norm, "
         "qkv_bias = out_bias, no mlp_bias"
     )

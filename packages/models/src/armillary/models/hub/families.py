@@ -45,9 +45,9 @@ ALWAYS: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
 }
-"""The accepted values of fields, for all families: see `Family.computed`."""
+"""`Family.computed` of all families."""
 SWIGLU: dict[str, tuple[Any, ...]] = ALWAYS | {"hidden_act": ("silu", "swish")}
-"""The same for all families of LLaMA."""
+"""`Family.computed` of all families of LLaMA."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads the object in a JSON file.
 
     Raises:
-        ValueError: the file is missing, or does not contain an object.
+        ValueError: the file is missing, or does not contain a JSON object.
     """
     try:
         fields: object = parse_json(path.read_text())

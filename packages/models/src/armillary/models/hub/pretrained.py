@@ -100,8 +100,8 @@ def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:
 
     Args:
         model: `Llama` or `GPT`, with plain parameters or `DTensor`s (FSDP2, HSDP, tensor parallelism), after
-            `to_empty` if it was built on "meta". Its RoPE, window and number of positions may differ from the folder's
-            config, so that it can be trained on longer sequences.
+            `to_empty` if it was built on "meta". RoPE, window and `max_positions` of a `Llama` may differ from the
+            folder's config, so that it can be trained on longer sequences.
 
     Raises:
         ValueError: as `from_pretrained`; or parameters are on "meta", or the config differs in another field. Then the

@@ -100,7 +100,7 @@ def file_slices(config: LlamaConfig | GPTConfig, shapes: Mapping[str, Sequence[i
 
 
 def gpt_file_slice(name: str, shape: tuple[int, ...]) -> FileSlice:
-    """`file_slices` of one GPT parameter. In files, linear weights are [inputs, outputs], and q, k and v one layer."""
+    """Returns the slice of one GPT parameter. In files, linear weights are [inputs, outputs], and q, k, v one layer."""
     transposed = TRANSPOSED.fullmatch(name) is not None
     *leading_dims, width = reversed(shape) if transposed else shape
     if match := FUSED.fullmatch(name):

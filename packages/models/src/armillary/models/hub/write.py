@@ -213,7 +213,8 @@ def commit(
         # 1. The other files, under temporary names too.
         for name, write in write_functions.items():
             files.write_partial(target / name, write)
-        # 2. Remove what makes readers accept the folder, then rename.
+        # 2. Before the renames, remove the index and, if several files replace it, the single file: without both,
+        # readers refuse the folder.
         (target / INDEX).unlink(missing_ok=True)
         if len(files_by_name) > 1:
             (target / WEIGHTS).unlink(missing_ok=True)

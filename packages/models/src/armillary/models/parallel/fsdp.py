@@ -58,7 +58,7 @@ def shard_parameters(
 def begin_micro_batch(model: nn.Module, last: bool) -> None:
     """Starts a micro-batch under ZeRO stage 1. Call it on every rank before each micro-batch's forward.
 
-    Gathered parameters and unsharded float32 gradients stay until the step's last micro-batch. So a step gathers
+    Gathered parameters and unsharded gradients stay until the step's last micro-batch. So a step gathers
     parameters once, and reduces gradients once.
 
     Args:

@@ -57,14 +57,14 @@ def parallelize(
             (float64 for float64). None does not apply FSDP2: parameters are not sharded, and the caller must sum
             gradients over ranks.
         cpu_offload: True lets FSDP2 keep parameters, gradients and the optimizer's state in the host's memory.
-        compiler: backend of torch.compile, such as "inductor": each block becomes one graph. Under a checkpoint policy,
+        compiler: backend of torch.compile, such as "inductor", for each block. Under a checkpoint policy,
             or with `Checkpointing(tiled=True)`, only the token-wise part is compiled, not attention. Each layout needs
             a graph of its own: beyond Dynamo's limit of graphs, blocks run eagerly, with a warning.
         zero_stage: stage of ZeRO under FSDP2. 3 gathers a block's parameters twice per micro-batch, for forward and for
             backward; 2 gathers them once per micro-batch, and 1 once per step (`begin_micro_batch`).
         contiguous_states: True moves hidden states to contiguous shards before a hybrid's layers with a state, and back
-            after them (`relayout`). For each run of such layers, a rank sends at most 2 B T E elements in forward, and
-            as many in backward. Attention keeps the layout of the call.
+            after them (`relayout`). For each group of adjacent layers with a state, a rank sends at most 2 B T E
+            elements in forward, and as many in backward. Attention keeps the layout of the call.
 
     Raises:
         ValueError: an argument does not fit the model or the mesh. Raised before any module or parameter is changed.

@@ -124,13 +124,13 @@ class RowParallelLinear(ShardedModule, nn.Linear):
 
 
 class ReplicatedRMSNorm(ShardedModule, nn.RMSNorm):
-    """An RMSNorm of this rank's tokens."""
+    """An RMSNorm of this rank's tokens, or of this rank's heads. The weight is replicated."""
 
     plain = nn.RMSNorm
 
 
 class ReplicatedLayerNorm(ShardedModule, nn.LayerNorm):
-    """A LayerNorm of this rank's tokens."""
+    """A LayerNorm of this rank's tokens. Weight and bias are replicated."""
 
     plain = nn.LayerNorm
 
