@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from armillary.models import Llama, LlamaConfig
-from armillary.train import Config, ModelConfig, ParallelConfig, recipes
+from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, recipes
 from armillary.train.build import shard_model
 from armillary.train.cli import main
 from armillary.train.command import read_command
@@ -118,6 +118,13 @@ def test_upipe_shows_the_heads_of_a_stage_and_tensor_parallelism_local_heads():
     assert dry_run(config).shapes["queries in attention"] == (4, 1024, 1, 16)
     shared = dry_run(replace(config, parallel=ParallelConfig(tp=2)), ranks=4)
     assert shared.shapes["queries"] == (4, 512, 4, 16) and "queries in attention" not in shared.shapes
+
+
+def test_tensor_parallelism_divides_hidden_states_by_tokens():
+    parallel = ParallelConfig(ring=2, ulysses=1, tp=2)
+    config = Config(model=ModelConfig(vocab_size=257), data=DataConfig(sequence_length=1022), parallel=parallel)
+    shapes = dry_run(config).shapes
+    assert (shapes["tokens"], shapes["hidden"]) == ((4, 511), (4, 256, 128))
 
 
 def test_shapes_are_those_of_a_micro_batch():

@@ -38,7 +38,7 @@ def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
 
 
 def show(result: DryRun, location: str = "") -> None:
-    """Prints model and mesh, shapes of a step, parameters, and attention's kernel.
+    """Prints model and mesh, shapes of a micro-batch, the largest parameters, and attention's kernels.
 
     Args:
         location: text after the precision, such as ", on 8xh100".

@@ -1,4 +1,4 @@
-"""Shapes on a rank: of a step's tensors, and of the largest parameters."""
+"""Shapes on a rank: of a micro-batch's tensors, and of the largest parameters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def micro_batch_shapes(
     tokens = attention.layout(config.data.sequence_length).sizes[attention.shard]
     shapes = {
         "tokens": (rows, tokens),
-        "hidden": (rows, tokens, model.dim),
+        "hidden": (rows, -(-tokens // tp), model.dim),  # between blocks, rank 0 of tp has every tp-th token
         "queries": (rows, tokens, model.heads // tp, model.head_dim),
         "keys, values": (rows, tokens, model.kv_heads // tp, model.head_dim),
     }
