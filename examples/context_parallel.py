@@ -1,4 +1,4 @@
-"""A plain torch transformer: `parallelize_module` shards its sequences, FSDP2 its parameters, over ring x ulysses.
+"""A plain torch transformer on shards of sequences, with its parameters sharded by FSDP2, over ring x ulysses.
 
 torchrun --nproc-per-node 4 examples/context_parallel.py
 """
@@ -47,7 +47,7 @@ class Model(nn.Module):
         self.tokens, self.positions = nn.Embedding(VOCABULARY, EMBED), nn.Embedding(LENGTH, EMBED)
         self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(EMBED, VOCABULARY)
 
-    def forward(self, ids, position_ids):  # explicit positions: torch.arange would be right only on the first shard
+    def forward(self, ids, position_ids):  # explicit positions: torch.arange would be wrong on a shard
         return self.head(self.blocks(self.tokens(ids) + self.positions(position_ids)))
 
 
