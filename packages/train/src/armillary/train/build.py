@@ -40,6 +40,7 @@ def process_group(config: Config) -> Generator[torch.device]:
 
     Raises:
         ValueError: the configuration is invalid, or this machine cannot run it.
+        TimeoutError: other ranks did not arrive.
     """
     # 1. Checks that need no other rank come before the ranks wait for each other.
     check(config)
@@ -65,7 +66,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     """Returns a run, with its mesh, data, model and optimizer. Every rank must call it.
 
     Raises:
-        ValueError: the configuration is invalid, or configuration or data differ between ranks.
+        ValueError: configuration or data are invalid, or differ between ranks.
     """
     # 1. The mesh. Ranks with different flags would wait for each other in different collectives, so they are refused.
     axes = choose_axes(config, world_size())
@@ -92,7 +93,7 @@ def prepare(config: Config, device: torch.device) -> Run:
         validation = task_rows(config.data.task, held_out=True)
     check_consistent("data", training.state_dict())  # hosts may have other files at the same path
     tasks = {name: task_rows(name, held_out=True) for name in config.validation.tasks}
-    # 4. Weights and optimizer. Each rank allocates and fills only its shards.
+    # 4. Weights and optimizer. Each rank keeps only its shards.
     model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
     if config.model.pretrained is None:
         initialize(model, config.train.seed)
@@ -114,7 +115,7 @@ def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> Devic
 
 
 def collective_timeout(config: Config) -> timedelta:
-    """Returns the time-out of collectives, above the time-out of a step: the watchdog names late ranks first."""
+    """Returns the time-out of collectives: above that of a step after the first, which the watchdog thus ends first."""
     return timedelta(minutes=1 + 1.5 * config.train.timeout_minutes)
 
 

@@ -15,7 +15,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Parses the command line and trains.
 
     Exit codes: 0 trained to the last step, or saved and stopped by a signal; 1 failed while training, after a line that
-    names rank, step and error; 2 refused to start, with one line that says why.
+    names rank, step and error, or before because of the machine or another rank; 2 refused to start, with the reason in
+    one line; 130 ^C.
     """
     watchdog: Watchdog | None = None
     with exit_on_error(PROGRAM, is_started=lambda: watchdog is not None and watchdog.training_started):
@@ -32,6 +33,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             # `exit_on_error` handles errors before the first step. Errors of other ranks keep their traceback.
             if not watchdog.training_started or isinstance(error, PEER_ERRORS):
                 raise
-            # The watchdog has printed the error on every rank; torchrun prints it again as the root cause.
+            # The watchdog has printed the error; torchrun prints it again as the root cause.
             record(f"{type(error).__name__}: {error}")
             sys.exit(FAILED)

@@ -44,7 +44,7 @@ class Command(Source):
     r"""Trains a LLaMA or a GPT with context parallelism and FSDP2, under torchrun or on one process.
 
     Five ways to start:
-      # a first run: a million parameters, one process
+      # a first run: 0.8 million parameters, one process
       armillary-train
       # a recipe on 8 GPUs, with your tokens
       torchrun --nproc-per-node 8 -m armillary.train --recipe llama3_8b_128k \
@@ -75,7 +75,8 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     """Returns the command and lines to print: the recipe's name, and the fields that differ from the recipe.
 
     Raises:
-        ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
+        ValueError: no such recipe or file, an unknown key or flag, a value of the wrong kind, or an option of a dry run
+            without --dry-run.
     """
     source, recipe, config = read_source(argv, PROGRAM)
     command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
@@ -90,10 +91,10 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
 
 
 def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Config]:
-    """Returns (recipe and file named by a command line, the recipe's configuration, that updated from the file).
+    """Returns (names of recipe and file, the recipe's configuration, the configuration updated from the file).
 
     Raises:
-        ValueError: no such recipe or file, an unknown key, or a value of the wrong kind.
+        ValueError: no such recipe or file, an error in a recipe, an unknown key, or a value of the wrong kind.
     """
     source = parse_known(argv, Source, program)
     settings = {} if source.config is None else read_settings(source.config)
@@ -113,7 +114,7 @@ def find_recipe(name: str) -> Callable[[], object]:
     """Returns the recipe of this name, or the function "my.module:function", importable from the working directory.
 
     Raises:
-        ValueError: no such recipe, module or function.
+        ValueError: no such recipe, module or function, or an error in the module.
     """
     module, colon, function = name.partition(":")
     if not colon:
@@ -131,7 +132,7 @@ def find_recipe(name: str) -> Callable[[], object]:
 
 @contextmanager
 def recipe_errors(recipe: str) -> Generator[None]:
-    """Turns any exception of a recipe's own code into a ValueError with its file and line."""
+    """Turns any exception of a recipe into a ValueError, with file and line unless a module is missing."""
     try:
         yield
     except Exception as error:
@@ -140,7 +141,7 @@ def recipe_errors(recipe: str) -> Generator[None]:
 
 
 def location_of(error: Exception) -> str:
-    """Returns " at FILE:LINE" of the innermost frame in the recipe's own code; "" without such a frame."""
+    """Returns " at FILE:LINE" of the innermost frame outside of this file and importlib; "" without such a frame."""
     if isinstance(error, SyntaxError):
         return f" at {error.filename}:{error.lineno}"
     frames = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).is_file()]

@@ -81,7 +81,7 @@ def kernel_with_sm_margin(
 
 def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device) -> Inputs:
     """Returns the properties of the model's attention calls on a device, by which a kernel is chosen."""
-    # `Inputs.of` reads only the dtype and the last dim of q and v.
+    # `Inputs.of` reads only the dtype of q and the last dims of q and v.
     head = torch.empty(model.head_dim, dtype=dtype, device="meta")
     has_window = isinstance(model, LlamaConfig) and model.window is not None
     return replace(Inputs.of(head, head, device=device), windowed=has_window, documents=config.data.documents)

@@ -19,7 +19,9 @@ DATA_AXES = ("replicate", "shard", "nodes", "devices", "ring", "ulysses")
 
 
 def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.device:
-    """Returns this rank's device: its own GPU if the machine has one for each of its ranks, else or on request the CPU.
+    """Returns this rank's device: its own GPU if the machine has one for each of its ranks, otherwise the CPU.
+
+    `config.device` may demand either. A GPU becomes the current device.
 
     Args:
         flag: the flag that sets `config.device`, for messages.
@@ -40,8 +42,9 @@ def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.de
 def choose_axes(config: Config, world: int) -> dict[str, int]:
     """Returns the sizes of all axes for `world` ranks.
 
-    Ring and ulysses, if not configured, get the ranks that remain, with ulysses <= ring, because few head counts allow
-    a large ulysses. If the configured axes do not divide `world`, `build_mesh` refuses the result.
+    Ring or ulysses, if not configured, gets the ranks that remain. If neither is configured, ulysses is at most ring,
+    because few head counts allow a large ulysses. `build_mesh` refuses the result if the configured axes do not divide
+    `world`.
     """
     parallel = config.parallel
     ring, ulysses = (parallel.ring, parallel.ulysses) if parallel.cp is None else split_cp(config, parallel.cp)
@@ -82,8 +85,8 @@ def mesh_axes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
 def split_cp(config: Config, cp: int) -> tuple[int, int]:
     """Splits a context-parallel degree into (ring, ulysses).
 
-    Ulysses gets the largest number of ranks that divides heads, key heads and a node, so that its all-to-alls stay
-    within the node; the ring gets the quotient.
+    Ulysses gets the largest divisor of `cp` that also divides the heads and key heads of a tp rank and a node's ranks
+    per tp rank, so that its all-to-alls stay within the node. The ring gets the quotient.
     """
     model = model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
     tp = config.parallel.tp

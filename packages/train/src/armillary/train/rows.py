@@ -71,7 +71,7 @@ def load_rows(
     if trees and config.data.packing == "greedy":
         raise ValueError(f"--data.packing greedy cuts documents, but {trees[0].name} holds trees; set best_fit")
 
-    # A balanced layout gives each rank the same number of visible pairs, which depends on the documents of the batch.
+    # A balanced layout gives ranks nearly equal numbers of visible pairs, which depend on the batch's documents.
     def balanced_layout(documents: Documents, parents: Parents | None = None) -> SequenceLayout:
         return attention.layout(length, "balanced", batch_mask(documents, parents, config.data.documents))
 

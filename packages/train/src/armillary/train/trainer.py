@@ -38,14 +38,15 @@ def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str]
         notes: lines that rank 0 prints before the first step.
 
     Raises:
-        ValueError: the configuration is invalid, or differs between ranks; raised before the first step.
+        ValueError: before the first step: the configuration is invalid, or configuration or data differ between ranks.
+            Later (`DamagedInput`): a token store is damaged.
         FloatingPointError: a loss or gradient is not finite, on every rank (`--train.bad-step`).
-        OSError: the last checkpoint cannot be saved; on every rank.
+        OSError: the last checkpoint cannot be saved or exported; on every rank.
         TimeoutError: a rank is missing.
         RuntimeError: communication failed, or another run has taken the output folder.
     """
     watchdog = watchdog or watchdog_of(config)
-    # A signal that arrives before this line ends the process, which has no state to save yet.
+    # A signal that arrives before `StopSignal` ends the process, which has no state to save yet.
     with process_group(config) as device, StopSignal() as stop, watchdog:
         run = prepare(config, device)
         if notes and dist.get_rank() == 0:

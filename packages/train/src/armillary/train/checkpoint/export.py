@@ -26,7 +26,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclass(frozen=True)
 class Export:
-    """Writes a checkpoint as a Hugging Face folder: config.json, safetensors, and the tokenizer of the run.
+    """Writes a checkpoint as a Hugging Face folder: config.json, safetensors, and the tokenizer.
 
     Two ways to start:
       # in the saved dtype
@@ -44,7 +44,7 @@ class Export:
     dtype: Literal["as saved", "float64", "float32", "bfloat16", "float16"] = "as saved"
     """Data type of the written weights."""
     pretrained: Path | None = None
-    """Hugging Face folder with the tokenizer and the ids of special tokens; by default the one in the run's config."""
+    """Hugging Face folder with tokenizer and ids of special tokens; by default the one that the run started from."""
 
 
 def export(options: Export) -> None:

@@ -2,7 +2,7 @@
 
 step-N.partial-RUN  a checkpoint that is written or deleted; renamed to step-N once all files are on disk
 step-N              a complete checkpoint
-step-N.damaged      a checkpoint with wrong checksums; kept until step N is saved again
+step-N.damaged      a damaged checkpoint; kept until step N is saved again
 step-N.copy         a copy of another step's folder, found under the name step-N
 """
 
@@ -29,7 +29,7 @@ class CheckpointFolder:
     Args:
         run: a name that no other run has.
         fence: called right before a change that others see; raises if another run has taken the folder. If another run
-            takes it between `fence` and a rename, the rename fails, since that run removes all incomplete checkpoints.
+            takes it between `fence` and a commit, the commit fails, since that run removes all incomplete checkpoints.
     """
 
     path: Path

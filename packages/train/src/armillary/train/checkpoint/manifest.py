@@ -32,7 +32,7 @@ class Manifest:
         model: fields of a Hugging Face config.json.
         time: time of the commit, ISO 8601 in UTC.
         files: size and CRC-32 of each file, by name.
-        settings: values of the run's configuration as texts, by flag without dashes, such as "optimizer.lr".
+        settings: values of the run's configuration as texts, by flag without leading dashes: "optimizer.min-lr".
     """
 
     step: int

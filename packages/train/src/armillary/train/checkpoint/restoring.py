@@ -37,6 +37,7 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
         ValueError: no checkpoint is intact, or the newest intact one is of another model or of other rows; on every
             rank. Complete checkpoints and the model are then unchanged. Also if tensors cannot be read; the model may
             then be partly loaded.
+        OSError: the folder cannot be changed; on every rank.
     """
     ranks.on_first(folder.clear)
     newest = newest_intact(folder, ranks, "; name another --train.output to start anew")

@@ -8,16 +8,16 @@ from armillary.train.config.overlay import align_columns, flag, flag_text, flat
 from armillary.train.parallel import choose_axes
 from armillary.train.run import Run
 
-NOT_COMPARED = ("train.output",)
-"""Fields that are not saved with the settings: the output folder may be moved between runs."""
+NOT_SAVED = ("train.output",)
+"""Fields that are not among the saved settings: the output folder may be moved between runs."""
 
 
 def settings(run: Run, ranks: int) -> dict[str, str]:
-    """Returns the fields of a run's configuration as texts, by flag without dashes.
+    """Returns the fields of a run's configuration as texts, by flag without the leading dashes.
 
     Mesh axes and device are the actual ones, also if the configuration leaves the choice open. `ranks` is added.
     """
-    flags = {flag(name): flag_text(value) for name, value in flat(run.config) if name not in NOT_COMPARED}
+    flags = {flag(name): flag_text(value) for name, value in flat(run.config) if name not in NOT_SAVED}
     axes = {f"parallel.{axis}": str(size) for axis, size in choose_axes(run.config, ranks).items()}
     return flags | axes | {"train.device": run.device.type, "ranks": str(ranks)}
 

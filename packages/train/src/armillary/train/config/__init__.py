@@ -18,7 +18,7 @@ from armillary.train.config.limits import Count, CountOrNone, Momentum, NotNegat
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a LLaMA, a hybrid or a GPT, or a pretrained folder; by default a million parameters, for a laptop."""
+    """Sizes of a LLaMA, a hybrid or a GPT, or a pretrained folder; by default 0.8 million parameters, for a laptop."""
 
     family: Literal["llama", "gpt"] = "llama"
     """gpt is GPT-2: LayerNorm, learned positions, tied embeddings; its sizes are dim, layers, heads and vocab-size."""
@@ -75,11 +75,11 @@ class ParallelConfig:
     ring: CountOrNone = None
     """Context-parallel ranks on the sequence axis; by default all remaining ranks."""
     ulysses: CountOrNone = None
-    """Context-parallel ranks on the head axis; by default at most ring: of 8 ranks, ring 4 x ulysses 2."""
+    """Context-parallel ranks on the head axis; by default all remaining, but at most ring if that is unset too."""
     cp: CountOrNone = None
     """Context-parallel degree, split for usp: ulysses as large as key heads and a node allow, and ring."""
     tp: Count = 1
-    """Tensor-parallel ranks for heads, MLP and vocabulary; must divide heads and kv_heads."""
+    """Tensor-parallel ranks for heads, MLP and vocabulary; must divide hidden_dim and all counts of heads."""
     attention: str = "usp"
     """local, ring, token_ring, wallfacer, all_gather, ring+ring, ring+token_ring, ulysses, usp, upipe, upipe+ring..."""
     heads_per_stage: CountOrNone = None
@@ -105,7 +105,7 @@ class DataConfig:
     """Sequences of tokens: where they come from, how documents are packed into them, how they are sharded."""
 
     path: tuple[Path, ...] = ()
-    """Token stores (armillary-data prepare, Megatron, datasets), or text; by default Python's own sources as bytes."""
+    """Token stores (armillary-data prepare, Megatron, datasets), or text; by default Python's own sources."""
     weights: tuple[float, ...] = ()
     """Share of sequences from each path; by default the number of sequences in an epoch of its store."""
     sequence_length: Count = 1024
@@ -123,7 +123,7 @@ class DataConfig:
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of documents for validation."""
     task: Literal["recall", "needle", "copy"] | None = None
-    """Train on a synthetic long-context task instead of text; recall's answers always lie on another rank."""
+    """Train on a synthetic long-context task instead of text; in sharded rows recall's answers lie on another rank."""
     pairs: Count = 8
     """recall: number of key-value pairs in a sequence, at most symbols."""
     symbols: Count = 16
@@ -147,7 +147,7 @@ class OptimizerConfig:
     weight_decay: NotNegative = 0.1
     """Weight decay of matrices; norms and biases have none."""
     decay_embeddings: bool = True
-    """Weight decay of embedding tables too; OLMo 2 has none, because it shrinks the rows of rare tokens."""
+    """Weight decay of embedding tables too; OLMo 2 has none."""
     beta1: Momentum = 0.9
     """Decay of the first moment."""
     beta2: Momentum = 0.95
@@ -171,7 +171,7 @@ class CudaConfig:
     high_priority: bool = True
     """Run exchanges of ring and ulysses on streams of high priority, with communicators of their own."""
     max_ctas: CountOrNone = None
-    """Maximum number of multiprocessors of an NCCL kernel of ring or ulysses; by default NCCL decides."""
+    """Maximum number of thread blocks of an NCCL kernel of ring or ulysses; by default NCCL decides."""
     sm_margin: Annotated[int | None, Field(ge=0, le=1024)] = None
     """Multiprocessors that flash_attn_3 leaves to NCCL; by default 16 where ring > 1, unless blocks are compiled."""
     connections: Annotated[int, Field(ge=1, le=32)] = 32
@@ -203,7 +203,7 @@ class SaveConfig:
     asynchronous: bool = True
     """Write in the background, from a copy in the host's memory."""
     resume: Literal["auto", "never"] = "auto"
-    """auto: resume from the newest complete checkpoint of the output folder; never: refuse a folder that has any."""
+    """auto: resume from the newest intact checkpoint of the output folder; never: refuse a folder that has any."""
     export: bool = False
     """Export the weights as a Hugging Face folder after the last step: outputs/export/step-N."""
 
@@ -249,9 +249,9 @@ class TrainConfig:
     bad_steps: Count = 3
     """With skip: number of consecutive bad steps after which the run stops anyway."""
     timeout_minutes: Annotated[float, Field(gt=0, le=10**6)] = 10.0
-    """Watchdog: minutes that a step may take before the run ends as hung; 5x for the first step, validation, saving."""
+    """Watchdog: minutes that a step may take before the run ends as hung; 5x for the first step and other phases."""
     output: Path = Path("outputs")
-    """Folder for all files of a run, on a file system that all hosts share."""
+    """Folder for the files of a run, on a file system that all hosts share."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ def check_data(config: Config) -> None:
         counts = f"{len(data.weights)} numbers for {len(data.path)} paths"
         raise ValueError(f"--data.weights has {counts}; give one for each of --data.path")
     if not all(weight > 0 and isfinite(weight) for weight in data.weights):
-        raise ValueError(f"--data.weights {' '.join(map(str, data.weights))}: all must be above 0")
+        raise ValueError(f"--data.weights {' '.join(map(str, data.weights))}: all must be finite and above 0")
     if data.global_batch_size % (config.replicas * accumulation):
         times = "" if accumulation == 1 else f", {accumulation} times in a step"
         raise ValueError(
@@ -60,8 +60,8 @@ def check_parallel(config: Config) -> None:
     check_kernel_name("--parallel.kernel", parallel.kernel)
     if config.cuda.sm_margin and parallel.compiler is not None:
         raise ValueError(
-            f"--cuda.sm-margin {config.cuda.sm_margin}: a compiled graph finds kernels by name, and none has a margin; "
-            "leave it out, or --parallel.compiler"
+            f"--cuda.sm-margin {config.cuda.sm_margin}: a compiled graph finds a kernel by its name, which has no "
+            "margin; leave it out, or --parallel.compiler"
         )
     if parallel.cp is not None and (parallel.ring, parallel.ulysses) != (None, None):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The sizes of the configured model: from its fields, or from a pretrained folder, with which set fields must agree."""
+"""The sizes of the configured model: from its fields, or from a pretrained folder, which must agree with set fields."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def model_config(config: ModelConfig, vocab_size: int, length: int) -> LlamaConf
     """Returns the sizes of the configured model.
 
     Args:
-        vocab_size: V; ignored if a pretrained folder states its own.
-        length: N, tokens of a row; a GPT gets this number of learned positions.
+        vocab_size: V; ignored with a pretrained folder, which states its own.
+        length: N, tokens of a row; without a pretrained folder, a GPT gets this number of learned positions.
 
     Raises:
         ValueError: invalid sizes, fields that the family does not have, or a pretrained folder that is unreadable or

@@ -62,7 +62,7 @@ class Generate:
     ids: bool = False
     """Read prompts and print continuations as token ids."""
     stop: bool = True
-    """End at the tokenizer's end-of-document token."""
+    """End at the tokenizer's end-of-document token, or at the end tokens in a Hugging Face folder."""
     json: bool = False
     """Print JSON at the end."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -81,7 +81,7 @@ def read_generate(argv: Sequence[str]) -> Generate:
     """Parses and checks the options.
 
     Raises:
-        ValueError: an unknown flag, a value of the wrong kind or out of range, or no prompt.
+        ValueError: an unknown flag, a value of the wrong kind or out of range, several replicas, or no prompt.
     """
     options = parse(argv, Generate, PROGRAM)
     check_limits(options)
@@ -100,7 +100,7 @@ def read_generate(argv: Sequence[str]) -> Generate:
 def prompts_of(options: Generate) -> list[str]:
     """Returns all prompts. Call it on rank 0, the only rank with standard input.
 
-    The prompt in a file ends before the file's last line break.
+    A line break at the end of the file is not part of the prompt.
 
     Raises:
         ValueError: the file cannot be read, or a prompt is empty.

@@ -89,7 +89,7 @@ def find_tokenizer(source: ModelSource, name: str | None, begin: str | None) -> 
 def tokenizer_of_run(folder: Path, begin: str | None) -> TwoWayTokenizer | None:
     """Returns the tokenizer of a run's pretrained folder, else of its data: that of the store, or bytes for plain text.
 
-    None if the run trained on a synthetic task, or has no config.json, or its pretrained folder has no tokenizer.
+    None if the run trained on a synthetic task, has no config.json, or its pretrained folder or store has no tokenizer.
 
     Raises:
         ValueError: the tokenizer or the run's config.json cannot be read.

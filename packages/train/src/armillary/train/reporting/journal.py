@@ -66,10 +66,9 @@ def replace_nonfinite(value: Any) -> Any:
 
 
 def cut(path: Path, step: int) -> None:
-    """Removes the records of steps after `step`, and an incomplete last line.
+    """Truncates the file before the first record of a step after `step`, or before an incomplete line.
 
-    These are at the end of the file, because every run calls this before it appends. So truncating the file suffices,
-    which works on a full disk too.
+    This works on a full disk too. Later lines have later steps too, except some events of saves in the background.
 
     Raises:
         OSError: the file exists and cannot be read or changed.

@@ -40,7 +40,7 @@ class StepMetrics:
     tokens: int = 0
 
     def line(self) -> str:
-        """Returns the log line in torchtitan's format."""
+        """Returns the log line, in a format like torchtitan's."""
         mfu = "-" if self.utilisation is None else f"{self.utilisation:.1%}"
         return (
             f"step: {self.step} loss: {self.loss:.4f} grad_norm: {self.grad_norm:.4f} lr: {self.learning_rate:.2e} "

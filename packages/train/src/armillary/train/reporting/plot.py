@@ -14,7 +14,7 @@ from armillary.data.console.picture import picture
 from armillary.train.reporting import journal
 
 WINDOWS = 25
-"""The strong line is a running mean over a window of (number of steps) / WINDOWS steps."""
+"""The strong line is a running mean over a window of about (number of steps) / WINDOWS steps."""
 LOG_RATIO = 10.0
 """An axis is logarithmic if its values are above 0 and differ by more than this factor."""
 Values = NDArray[np.float64]
@@ -44,7 +44,7 @@ def plot_runs(folders: Sequence[Path], path: Path) -> Path:
     """Draws the runs in these output folders over each other as a PNG at `path`, which is returned.
 
     Raises:
-        ValueError: no folder, or no steps in one of them.
+        ValueError: no folder, or a folder without readable steps.
         ImportError: matplotlib is not installed.
         OSError: the picture cannot be written.
     """

@@ -21,14 +21,14 @@ from armillary.train.reporting.trackers import TensorBoard, WeightsAndBiases
 from armillary.train.runtime.background import GuardedSink
 
 PRINT_TIMEOUT, CLOSE_TIMEOUT = 5.0, 60.0
-"""Maximum seconds to wait for a line to be printed, and for a sink to write its queued reports at the end."""
+"""Maximum seconds to wait for a line to be printed or a sink's reports to be written, and for a sink to close."""
 
 
 class Reporter:
     """Passes the steps, validations and events of a run to all sinks, on rank 0 alone. Used in a `with` block.
 
-    An error of a sink does not stop training. A sink that blocks delays each printed line by at most `PRINT_TIMEOUT`
-    seconds, and the end of the run by at most `CLOSE_TIMEOUT` seconds.
+    An error of a sink does not stop training. A terminal that blocks delays each line by at most `PRINT_TIMEOUT`
+    seconds. Any sink that blocks delays the end of the run by at most `PRINT_TIMEOUT + CLOSE_TIMEOUT` seconds.
 
     Args:
         fence: raises if another run has taken over the output folder; see `OutputLock`.
@@ -114,7 +114,7 @@ class Reporter:
 
 
 def file_sinks(config: Config, fence: Callable[[], None]) -> list[Sink]:
-    """Returns the configured sinks that write files."""
+    """Returns the configured sinks besides the screen."""
     folder = config.train.output
     sinks: list[Sink] = [Journal(folder / "metrics.jsonl", fence)]
     if config.log.tensorboard:

@@ -1,4 +1,4 @@
-"""The terminal: log lines in torchtitan's format, and a progress bar below them."""
+"""The terminal: log lines, and a progress bar below them."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ class Summary:
         validation: results of the last validation: "loss", and accuracies by task.
         tokens: tokens of these steps, over all ranks.
         seconds: duration of these steps, without validation and saving.
-        elapsed: seconds since the start, with validation and saving.
+        elapsed: seconds since training began, with validation and saving.
         memory: peak memory of this rank in bytes.
         checkpoint: path of the last checkpoint; None if nothing was saved.
         picture: path of the plot, on rank 0 if one was drawn.

@@ -55,7 +55,6 @@ class GuardedSink(Generic[Closed]):
     def __init__(self, sink: Closed, complain: Callable[[str], None], capacity: int = 10_000) -> None:
         self.sink, self.name, self._complain, self._capacity = sink, type(sink).__name__, complain, capacity
         self._complained = False
-        # SimpleQueue, because a signal handler may put a report while the interrupted thread is inside `put`.
         self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
         self._thread.start()

@@ -45,7 +45,7 @@ class Holder:
         host: name of the machine, for messages.
         machine: identity of the machine, from `process.machine`.
         started: start of the process, from `process.start_time`. Another process can get the same `pid` later.
-        since: start of the run, ISO 8601 in UTC.
+        since: time at which the run asked for the lock, ISO 8601 in UTC.
     """
 
     run: str

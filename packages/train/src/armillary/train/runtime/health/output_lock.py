@@ -65,7 +65,7 @@ class OutputLock:
     def fence(self) -> None:
         """Reads the lock; raises LockLost if another run has taken it, and OSError if it cannot be read.
 
-        Call it right before a change of the folder, on rank 0, which makes all changes. Does nothing on other ranks.
+        Call it on rank 0 right before a change that other runs see. Does nothing on other ranks.
         """
         if self.claim is not None:
             self.claim.check()

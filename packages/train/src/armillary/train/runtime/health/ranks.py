@@ -21,7 +21,7 @@ SHARED_TYPES = (ValueError, OSError)
 class Ranks:
     """All ranks, in a gloo group of their own, so that a thread may wait in it while training continues.
 
-    The constructor is collective. Every wait ends after `timeout` with an error that names the missing ranks.
+    The constructor is collective. Every wait ends after `timeout`; on rank 0 the error names the missing ranks.
     """
 
     def __init__(self, timeout: timedelta) -> None:

@@ -37,7 +37,7 @@ SLOW_PHASE_FACTOR = 5
 """Factor on the time-out of a step, for the first step and for phases other than training."""
 
 GRACE = 20.0
-"""Seconds for which the process continues after training has failed, or after the store is gone."""
+"""Seconds for which the process continues after the main thread has failed, or after the store is gone."""
 
 
 class Watchdog:
@@ -47,8 +47,9 @@ class Watchdog:
     rank prints the missing ranks, writes the stacks of all its threads to `folder`/rank-N.txt and ends its process with
     exit code 1.
 
-    An error that leaves the block is printed in one line with rank and step. If communication raised the error, the
-    missing ranks are printed too. If they have been printed before, a TimeoutError that names them replaces the error.
+    An error that leaves the block is printed in one line with rank and step, unless it refuses the run before training.
+    If communication raised the error, the missing ranks are printed too. If they have been printed before, a
+    TimeoutError that names them replaces the error.
 
     The process ends at once if its launcher has died, and after `GRACE` seconds if the store is gone and training has
     not ended by then.
@@ -276,7 +277,7 @@ class Heartbeats:
         return self._store.get("alarm").decode() if self._store.check(["alarm"]) else None
 
     def gather(self) -> tuple[dict[int, Heartbeat | None], set[int]]:
-        """Waits until every rank has posted its state or is silent; returns all heartbeats and the silent ranks."""
+        """Waits up to `3 * SILENCE` for each rank to post its state; returns all heartbeats and the silent ranks."""
         posts = dict.fromkeys(range(self.ranks), "")
         # When this rank last saw a post change. Posts carry no time, because clocks of hosts differ.
         last_change = dict.fromkeys(posts, time.monotonic())
