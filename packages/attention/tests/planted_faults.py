@@ -185,6 +185,17 @@ def step(model, batch: CheckBatch, fault="") -> StepOutput:
     return StepOutput(loss, positions)
 
 
+def replicated_step(model, batch: CheckBatch):
+    """Every rank has all tokens. On several ranks, all activations are wrong."""
+    if dist.get_world_size() > 1:
+        with torch.no_grad():
+            model.tokens.weight.mul_(2)
+    positions = torch.arange(batch.ids.shape[1])
+    model.state.context = Context(positions, (0, len(positions)), "own shard")
+    logits = model(batch.ids, batch.position_ids)
+    return StepOutput(F.cross_entropy(logits.flatten(0, 1), batch.shifted_labels.flatten()), positions)
+
+
 def reduce(model, fault=""):
     for name, parameter in model.named_parameters():
         if fault == "not reduced" and "norm" in name:

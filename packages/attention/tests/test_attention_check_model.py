@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
-from planted_faults import check_arguments
+from planted_faults import build, check_arguments, replicated_step
 
 from armillary.attention.check import Mistake, check_model
+from armillary.attention.check.compare import Comparison, GradientError, TensorError
+from armillary.attention.check.diagnose import Evidence, layers_share_backward
 from armillary.attention.check.step import CheckRun, run_step
 
 DOCUMENTS = (0, 13, 21, 40, 64)
@@ -44,6 +46,20 @@ def test_check_names_planted_mistakes(worlds, fault):
     with pytest.raises(AssertionError, match=report.diagnoses[0].mistake):
         report.assert_right()
     assert json.loads(json.dumps(report.to_dict()))["diagnoses"][0]["mistake"] == PLANTED[fault].name.lower()
+
+
+def test_ranks_with_all_tokens_do_not_attend_to_their_shard_alone(worlds):
+    report = check_model(build, replicated_step, world_size=2, variants=[], worlds=worlds)
+    assert not report.evidence.plain.forward_right
+    assert report.evidence.first_token_reaches is None
+    assert Mistake.OWN_SHARD not in [x.mistake for x in report.diagnoses]
+
+
+@pytest.mark.parametrize(("errors", "shared"), [((1.0, 1.0, 0.0), True), ((0.0, 1.0, 0.0), False)])
+def test_a_shared_mask_makes_all_earlier_layers_wrong(errors, shared):
+    gradients = tuple(GradientError(f"layers.{i}.weight", error, 1e-9) for i, error in enumerate(errors))
+    comparison = Comparison(CheckRun(4, 64), TensorError("loss", 0.0, 1e-9), (), gradients, (), ())
+    assert (layers_share_backward(Evidence(comparison)) is not None) == shared
 
 
 def test_three_wrong_ranks_are_run_on_six_too(worlds):

@@ -269,7 +269,8 @@ def test_completion_labels_refuse():
     ids, mask = torch.zeros(1, 12, dtype=torch.long), AttentionMask.tree((0, 4, 12), (-1, 0))
     with pytest.raises(ValueError, match="layout"):
         completion_labels(ids, mask, SequenceLayout.contiguous(8, 2))
-    with pytest.raises(ValueError, match="trained"):
-        completion_labels(ids, mask, trained=[[True]])
+    for trained in ([[True]], [], [[False, True]] * 2):
+        with pytest.raises(ValueError, match="trained"):
+            completion_labels(ids, mask, trained=trained)
     with pytest.raises(ValueError, match="mask"):
         completion_labels(ids.expand(3, -1), AttentionMask.rows([mask, mask]))

@@ -81,6 +81,7 @@ def outcome(worlds, *argv) -> int:
         (["llama", "--ranks", "3"], "--ranks"),
         (["llama", "--compile"], "--compile"),
         (["own_check:missing"], "missing"),
+        (["own_check:right", "--ring", "2"], "--ring"),
         (["llama", "--tokens", "many"], "--tokens"),
     ],
 )

@@ -88,7 +88,8 @@ class Comparison:
             them.
         activations: errors of activations, in the order of the forward pass.
         shards: global positions of each rank's tokens, or () if the step does not report them.
-        untrained: parameters without a gradient on one rank, which cannot be compared.
+        untrained: parameters that are not compared, because they have no gradient in the run on one rank, and none or
+            zeros on all ranks of the other run.
         loss_is_share: True if ranks report shares of the loss, which sum or average to the right one.
     """
 
@@ -130,7 +131,7 @@ class Comparison:
 
     @property
     def first_wrong_activation(self) -> TokenError | None:
-        """The first module in the forward pass with a wrong output."""
+        """The error of the first module in the forward pass whose output is wrong; None if there is none."""
         return next((x for x in self.activations if x.wrong), None)
 
 
@@ -276,9 +277,7 @@ def _median_factor(pairs: Sequence[tuple[Tensor, Tensor]], default: float) -> fl
 def _gradient_errors(
     records: Sequence[RankRecord], expected: RankRecord, limit_of: Callable[[str], float]
 ) -> tuple[tuple[GradientError, ...], tuple[str, ...]]:
-    """Returns (errors of the parameters' gradients, names of parameters that have none on one rank, and none or zeros
-    on all).
-    """
+    """Returns the errors of the parameters' gradients, and the names in `Comparison.untrained`."""
     floor = gradient_floor(expected.gradients)
     errors, untrained = list[GradientError](), list[str]()
     for name, gradient in expected.gradients.items():
@@ -310,7 +309,7 @@ def _gradient_errors(
 
 
 def _factor(x: Tensor, exact: Tensor, floor: float, limit: float) -> float | None:
-    """Returns c if x = c exact within the limit; else None."""
+    """Returns c if x = c exact within the limit; None if not, or if c or exact is zero."""
     norm = float(exact.square().sum())
     if not norm:
         return None

@@ -119,7 +119,7 @@ def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
 
 
 def first_difference(comparison: Comparison) -> str:
-    """Describes the first wrong tensor of a run."""
+    """Describes the first wrong activation of a run; without one, its wrong tensors."""
     activation = comparison.first_wrong_activation
     if activation is not None:
         return f"the first wrong output is that of {activation.name}, at tokens {spans(activation.wrong_tokens)}"
@@ -202,7 +202,7 @@ def layers_share_backward(evidence: Evidence) -> str | None:
     layers = {layer for x in comparison.gradients if (layer := _layer(x.name)) is not None}
     wrong = {layer for x in comparison.wrong_gradients if (layer := _layer(x.name)) is not None}
     right = sorted(layers - wrong)
-    if not wrong or not right:
+    if not wrong or not right or max(wrong) > min(right):
         return None
     return f"logits are right; gradients are wrong in layers {sorted(wrong)} and right in layers {right}"
 
@@ -264,7 +264,7 @@ def no_halo(evidence: Evidence) -> str | None:
         return None
     wrong, distance = activation.wrong_tokens, distance_from_ends(comparison.shards)
     reach = int(distance[wrong].max())
-    # In a short run every token is near an end, so wrong tokens near ends would prove nothing.
+    # In a short piece of a shard every token is near an end, so wrong tokens near ends would prove nothing.
     _, lengths = owners(comparison.shards).unique_consecutive(return_counts=True)
     if reach > min(HALO, int(lengths.min()) // 3):
         return None
@@ -292,7 +292,7 @@ def positions_restart(evidence: Evidence) -> str | None:
 
 
 def layers_share(evidence: Evidence) -> str | None:
-    """Layers before the first wrong one are right, and that one is wrong from some token on where no shard starts."""
+    """The first wrong layer is not layer 0, and is wrong from some token on where no shard starts."""
     comparison = evidence.first_wrong
     activation, first = comparison.first_wrong_activation, _first_beyond_window(comparison)
     layer = None if activation is None else _layer(activation.name)
@@ -305,7 +305,7 @@ def layers_share(evidence: Evidence) -> str | None:
 
 
 def dropped_window(evidence: Evidence) -> str | None:
-    """The first wrong output is wrong from some token on where no shard starts, at any length."""
+    """The first wrong output is wrong from some token on where no shard starts, the same one on twice the tokens."""
     activation, first = evidence.first_wrong.first_wrong_activation, _first_beyond_window(evidence.first_wrong)
     if activation is None or first is None:
         return None

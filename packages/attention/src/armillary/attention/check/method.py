@@ -59,7 +59,7 @@ class MethodReport:
     differing: tuple[str, ...] = ()
 
     def assert_right(self) -> None:
-        """Raises AssertionError that names each tensor above its limit."""
+        """Raises AssertionError that names each tensor above its limit, and each of `differing`."""
         wrong = [f"{e.mask} {e.layout}: {e.tensor} off by {e.error:.2g}" for e in self.errors if not e.error <= e.limit]
         wrong += [f"{name} differs between runs or ranks" for name in self.differing]
         assert not wrong, "; ".join(wrong)
@@ -87,7 +87,7 @@ def check_method(
     """Runs a method forward and backward twice per mask and layout. Returns the errors of out, lse, dq, dk and dv.
 
     Every rank of the world must call it: each builds the same global tensors from `seed`, runs the method on its own
-    shard, and compares the joined shards with float64 attention on one device, under a random gradient of out.
+    shard, and compares the joined shards with float64 attention on the CPU, under a random gradient of out.
 
     Args:
         masks: masks by name. The default has a full and a causal mask, a window, and documents that end at 61: for
@@ -125,7 +125,8 @@ def check_method(
 def relative_error(result: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Returns the root mean square of the difference, divided by that of `expected`, or by `floor` if that is larger.
 
-    Infinite for a NaN, and if -inf is not at the same places in both: an lse is -inf where a query sees no key.
+    Infinite for a NaN, for any difference if the divisor is 0, and if -inf is not at the same places in both: an lse is
+    -inf where a query sees no key.
     """
     unseen = expected == -torch.inf
     if not torch.equal(result == -torch.inf, unseen):

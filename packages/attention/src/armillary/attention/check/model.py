@@ -51,7 +51,7 @@ def check_model(
     worlds: Worlds | None = None,
     progress: Callable[[str], object] = lambda _: None,
 ) -> ModelReport:
-    """Runs one training step on one rank and on `world_size` gloo ranks, and compares loss, logits and gradients.
+    """Runs one training step on one rank and on `world_size` gloo ranks; compares loss, logits, activations, gradients.
 
     Functions must be importable (defined at the top level of a module, or a `functools.partial` of one): each rank is a
     process. Random numbers are seeded with `seed` before `build`. A batch is [rows, tokens].
@@ -59,16 +59,16 @@ def check_model(
     Args:
         build: returns the model, the same on every rank; without `step`, (model, step) or (model, step, reduce).
         step: `step(model, batch)` runs this rank's part of a training step: it shards the batch, computes the loss, and
-            runs backward. Returns a `StepOutput`, or the loss alone.
+            runs backward (if it does not, the checker does). Returns a `StepOutput`, or the loss alone.
         documents: boundaries (0, ..., tokens) of a second run with packed documents.
         dtype: float64, float32, bfloat16 or float16. The expected values are always computed in float64.
         reduce: `reduce(model)` reduces gradients over ranks after the last micro-batch, if `step` and the model's own
             hooks (FSDP2, DDP) do not.
-        reference: builds (model, step) for one rank, if it differs from `build` and `step`.
+        reference: returns (model, step) for one rank, if they differ from those of `build` and `step`.
         variants: any of "recompute" (activation checkpointing around each layer), "compile" and "two micro-batches";
             each is a further run, with `documents` if they are given.
         vocabulary: token ids are below it.
-        limit: largest relative error; by default it depends on the dtype and on the rounding errors of one rank.
+        limit: largest relative error that is right; by default it depends on the dtype and one rank's rounding errors.
         timeout: seconds for one run.
         worlds: worlds whose ranks are used again; by default new ones.
         progress: called with a line about each run before it starts.
@@ -146,7 +146,7 @@ class _OneRank:
     def __init__(self, runner: _Runner, limit: float | None) -> None:
         self.runner, self.limit = runner, limit
         self.cache: dict[CheckRun, tuple[RankRecord, RankRecord | None]] = {}
-        """Run on one rank in float64 -> (its record, the record with other rounding)."""
+        """Run on one rank in float64 -> (its record, the record with other rounding, or None if a limit is given)."""
 
     def compare(self, run: CheckRun, records: Sequence[RankRecord]) -> Comparison:
         # Recompute and compile must not change any number: they are compared with the plain step of one rank.
@@ -189,7 +189,8 @@ def _add_diagnostic_runs(
             for before, after in zip(records, sharded.records(changed), strict=True)
             if before.positions is not None and 0 not in before.positions
         ]
-        reaches = any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
+        if pairs:  # none if every rank has the first token, as on a tensor-parallel axis
+            reaches = any(a is not None and b is not None and not torch.equal(a, b) for a, b in pairs)
     return replace(evidence, other_ranks=comparisons[0], longer=comparisons[1], first_token_reaches=reaches)
 
 
@@ -199,7 +200,7 @@ def _notes(comparison: Comparison) -> list[str]:
     if not comparison.shards:
         notes.append("the step reports no positions, so that logits and activations were not compared")
     elif comparison.token_error("logits") is None:
-        notes.append("logits were not compared: the model's output on shards has another shape than [B, T, V]")
+        notes.append("logits were not compared: the model's output is not [B, T, V] with a gradient")
     if comparison.loss_is_share:
         notes.append("ranks report shares of the loss; their sum or mean is right")
     if comparison.untrained:

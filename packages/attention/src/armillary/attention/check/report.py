@@ -20,7 +20,7 @@ class ModelReport:
         evidence: all comparisons.
         notes: lines on tensors and variants that were not compared, with the reason.
         seconds: wall time of the check.
-        title: name of the model and method, for the first line of the table.
+        title: lines on the model and the method, above the table.
     """
 
     evidence: Evidence

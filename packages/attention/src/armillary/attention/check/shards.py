@@ -1,4 +1,4 @@
-"""Positions of tokens in shards: the rank of each token, and its distance from the ends of the shard."""
+"""Positions of tokens in shards: the rank of each token, and its distance from the boundaries between shards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def owners(shards: Sequence[Tensor]) -> Tensor:
-    """Returns the rank that has each token, [N]; the first one if several have it."""
+    """Returns the rank that has each token, [N]; the first one if several have it, -1 if none has."""
     owner = torch.full((1 + max(int(x.max()) for x in shards),), -1)
     for rank in reversed(range(len(shards))):
         owner[shards[rank]] = rank
@@ -23,11 +23,14 @@ def shard_ends(shards: Sequence[Tensor]) -> Tensor:
 
 
 def distance_from_ends(shards: Sequence[Tensor]) -> Tensor:
-    """Returns the distance of each token from the nearest boundary between shards, [N]: 1 for the tokens next to it."""
+    """Returns the distance of each token from the nearest boundary between shards, [N]: 1 for the tokens next to it.
+
+    N if there is no boundary.
+    """
     tokens, ends = torch.arange(len(owners(shards))), shard_ends(shards).nonzero().flatten()
     if not len(ends):
         return torch.full_like(tokens, len(tokens))
-    # For each boundary, which lies behind the token `end`: positive distances of the tokens before and after it.
+    # Each boundary is after a token in `ends`. `before` is positive for tokens before it, `after` for tokens after it.
     before, after = ends[:, None] - tokens + 1, tokens - ends[:, None]
     return torch.where(before > 0, before, after).amin(0)
 

@@ -23,7 +23,7 @@ VOCABULARY = 64
 FINGERPRINT = 4
 """Number of random projections of each token's activation that are recorded, so that records are small at any width."""
 ROUNDING = 1e-15
-"""Relative change of weights in float64. The effect on the results shows how much a model amplifies rounding errors."""
+"""Relative change of weights (standard deviation). Its effect shows how much a model amplifies rounding errors."""
 WRAPPERS = re.compile(r"(^|(?<=\.))(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.|^module\.")
 """Matches the parts of module and parameter names that wrappers add."""
 
@@ -63,8 +63,8 @@ class StepOutput:
 
     Args:
         loss: []. If the step did not run backward, the checker runs it from this loss.
-        positions: [T], the global positions of this rank's tokens in local order. Without them, logits and
-            activations of a shard are not compared.
+        positions: [T], the global positions of this rank's tokens in local order. Without them, only the loss and
+            parameters' gradients are compared.
         logits: [B, T, V]; by default the output of the model's last forward pass.
     """
 
@@ -120,11 +120,11 @@ class CheckRun:
 
 @dataclass
 class RankRecord:
-    """One rank's tensors of one run, detached, in the order of the forward pass.
+    """One rank's tensors of one run, detached.
 
     Args:
         positions: [T], global positions of this rank's tokens; None if the step reports none.
-        activations: for each module, fingerprints [B, T, FINGERPRINT] of its output.
+        activations: for each module, in the order of the forward pass, fingerprints [B, T, FINGERPRINT] of its output.
         gradients: for each parameter, the gradient on this rank; of a DTensor, the gathered one.
         input_gradient: gradient of the embeddings' output [B, T, E].
     """
@@ -189,7 +189,10 @@ def _perturb(model: nn.Module) -> None:
 
 
 def _checkpoint_layers(model: nn.Module) -> int:
-    """Wraps the layers of the outermost module lists in activation checkpointing. Returns the number of layers."""
+    """Wraps the layers of each outermost module list in activation checkpointing. Returns the number of layers.
+
+    A module list is an `nn.ModuleList` or `nn.Sequential`.
+    """
     count = 0
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
@@ -285,7 +288,7 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 def _full_outputs(calls: list[Tensor], tokens: int) -> list[Tensor]:
-    """Returns a module's outputs [B, T, ...] that have all of the rank's tokens; none if its calls leave tokens out.
+    """Returns a module's outputs [B, T, ...] that have all of the rank's tokens; none if its calls have other tokens.
 
     If a module is called chunk by chunk, its output is the concatenation of the chunks.
     """

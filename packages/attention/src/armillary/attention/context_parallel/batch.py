@@ -29,13 +29,14 @@ class ContextParallelBatch:
         owner: the `ContextParallel` that sharded the batch.
         method: the owner's attention method.
         ids: token ids [B, T].
-        position_ids: [B or 1, T], counted from the start of each document.
+        position_ids: [B or 1, T], those given to `shard`, or else counted from the start of each document. Padding has
+            its position in the row.
         labels: [B, T], shifted; -100 for tokens without a label.
         attention_mask: [B, T]; None if `ContextParallel.shard` was given none.
         documents: boundaries of the documents and of runs of padding, in global positions.
         layout: layout of the sequence over all ranks of the method.
         labelled: number of labels by which the loss divides the sum over all ranks.
-        mask: mask of `attend`, with the documents.
+        mask: mask of `attend`; with the documents, unless it cannot have any.
         inputs_read: True once `inputs` was read, so that a model's scalar loss may come from them.
     """
 
@@ -78,8 +79,8 @@ class ContextParallelBatch:
 
         Every rank of the sequence must call `gather`, and gets the whole tensor.
 
-        Bytes sent, kind "all_gather", to each of the other ranks on one axis: those of `x` padded to the longest shard,
-        and 16.
+        Bytes sent by a method on one axis, kind "all_gather", to each other rank: those of `x` padded to the longest
+        shard, and 16.
 
         Raises:
             ValueError: x has another number of tokens than the batch.
@@ -103,7 +104,7 @@ class ContextParallelBatch:
 
         Args:
             q, k, v: local, [B, T, H, D], [B, T, K, D] and [B, T, K, Dv].
-            mask: mask of one layer, instead of the batch's; the batch's documents are added to it.
+            mask: mask of one layer, instead of the batch's; the batch's documents are added if it can have any.
             layout: None, or the batch's layout.
             options: options of the method's call, such as `scale`, `sinks` and `softcap`.
 

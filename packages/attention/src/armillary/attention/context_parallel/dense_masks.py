@@ -42,7 +42,7 @@ class MaskReader:
     def read(self, attn_mask: Tensor, batch: int, layout: SequenceLayout) -> AttentionMask:
         """Converts an `attn_mask`. Every rank must call this.
 
-        For a new tensor, ranks exchange two integers, one of them a hash of the mask, if the method's axes are known.
+        For a new tensor, ranks exchange a hash of the mask or that it is invalid, if the method's axes are known.
 
         Args:
             batch: number of rows of the batch.
@@ -85,7 +85,7 @@ def mask_of_tensor(attn_mask: Tensor, batch: int, length: int) -> AttentionMask:
 
     Raises:
         ValueError: a DTensor; a mask of a shard, one that differs between heads, another number of rows, an integer
-            dtype, a bias, or more than MAX_SLICES slices.
+            dtype, a bias, a query for which all keys have the dtype's lowest number, or more than MAX_SLICES slices.
     """
     rows = [_mask_of_row(row) for row in _visibility(attn_mask, batch, length)]
     return rows[0] if all(row == rows[0] for row in rows) else AttentionMask.rows(rows)
@@ -196,7 +196,7 @@ def _banded_mask(runs: _Runs, length: int) -> AttentionMask | None:
 def _slices(runs: _Runs, length: int) -> list[Slice]:
     """Cuts the queries into groups of consecutive ones, and returns a slice for each run of each group.
 
-    All queries of a group have as many runs, and each end of a run stays or moves by one key from query to query.
+    All queries of a group have the same number of runs. Each end of a run stays, or moves by one key per query.
     """
     slices: list[Slice] = []
     first = 0

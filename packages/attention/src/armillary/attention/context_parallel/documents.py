@@ -67,13 +67,13 @@ def find_documents(
 
 
 def check_positions(position_ids: Tensor, layout: SequenceLayout, method: Method, documents: Documents) -> None:
-    """Raises ValueError unless position ids [B or 1, T] rise from token to token of each document, over all ranks.
+    """Checks that position ids [B or 1, T] rise from token to token of each document, over all ranks.
 
     Position ids may start anywhere and skip numbers. Every rank of the method must call this: ranks exchange four
     integers for each `PackedRun`. If the axes of the method are unknown, each rank checks its own tokens only.
 
     Raises:
-        ValueError: on every rank, with the first position id that does not rise.
+        ValueError: with the first position id that does not rise; on every rank, if the axes are known.
     """
     # One row of position ids may serve several rows of documents.
     mask = AttentionMask(documents=documents)
@@ -155,6 +155,12 @@ def _boundaries(runs: Sequence[PackedRun], length: int, first_position: int) -> 
     """
     spans = _spans(runs)
     starts = sorted(spans)
+    if starts[0] < 0:
+        raise ValueError(
+            f"the token at position {spans[starts[0]][0]} of the sequence has position id "
+            f"{spans[starts[0]][0] - starts[0] + first_position}, so its document would start before the sequence: "
+            f"position ids count from {first_position}; {POSITIONS_HINT}"
+        )
     boundaries = (*starts, length)
     for start, end in pairwise(boundaries):
         # The tokens with each start must reach from it to the token before the next start. If all do, no other token is
@@ -166,11 +172,6 @@ def _boundaries(runs: Sequence[PackedRun], length: int, first_position: int) -> 
                 f"{position - start + first_position}, so its document would start at {start}, which the other "
                 f"position ids contradict; {POSITIONS_HINT}"
             )
-    if starts[0] != 0:
-        raise ValueError(
-            f"no row starts with position id {first_position}: the first document would start at {starts[0]}; "
-            f"{POSITIONS_HINT}"
-        )
     return boundaries
 
 

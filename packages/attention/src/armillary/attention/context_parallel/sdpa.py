@@ -48,7 +48,7 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
 
     `backward` may run after both blocks (`with batch` and `sdpa_parallel`) have ended. If it recomputes activations,
     call it inside of both: outside, reentrant checkpointing recomputes attention over the local shard without an error.
-    Non-reentrant checkpointing raises there, and in `torch.autograd.grad`.
+    Non-reentrant checkpointing raises there, and also inside, in `torch.autograd.grad` and `backward(inputs=...)`.
 
     Attention by other functions would see only the local shard, so it is an error where it can be detected. Ops named
     like attention (including flash-attn's) and `nn.MultiheadAttention` raise when they run. The end of the block raises
@@ -58,11 +58,11 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
     Models of Hugging Face transformers raise, because they drop their sliding window: if the shard is not longer than
     the window, they pass `is_causal` instead of a mask. A model prepared by `cp.prepare` may be called in the block.
 
-    An `attn_mask` must cover the whole sequence, be the same for all heads, and only hide keys: bool, or 0 and -inf,
-    [B, H, N, N] or broadcastable to it. The host converts each tensor to an `AttentionMask` once, in N^2 steps; it is
-    cheaper to give `cp.shard` a `mask`.
+    An `attn_mask` must cover the whole sequence, be the same for all heads, and only hide keys: bool, or 0 and -inf (or
+    the dtype's lowest number), [B, H, N, N] or broadcastable to it. The host converts each tensor to an `AttentionMask`
+    once, in N^2 steps; it is cheaper to give `cp.shard` a `mask`.
 
-    Bytes sent: as by the method; and for each `attn_mask` tensor two integers to each rank.
+    Bytes sent: as by the method; and once for each `attn_mask` tensor, on one axis, 24 to each other rank.
 
     Raises:
         ValueError: `attend` is no method. A call with an invalid `attn_mask`; with `attn_mask` in a compiled graph,
@@ -212,7 +212,7 @@ class Routing(TorchFunctionMode):
 
 
 def with_documents(mask: AttentionMask, documents: Documents | None) -> AttentionMask:
-    """Returns a mask with documents added.
+    """Returns a mask with documents added; a mask that cannot have documents unchanged.
 
     Raises:
         ValueError: the mask has other documents.
@@ -309,8 +309,8 @@ class SdpaParallel(Routing):
         gradients = gradient if grad_tensors is None else grad_tensors
         all_require_grad = all(getattr(root, "requires_grad", False) for root in roots)
         if inputs is not None or not all_require_grad:
-            # Nothing is recomputed here: torch raises for a root without a gradient, and reentrant checkpointing for
-            # `inputs`.
+            # torch raises for a root without a gradient. With `inputs`, checkpointing raises: reentrant always, and
+            # non-reentrant because the recomputed attention is not routed.
             func(tensors, gradients, retain_graph, create_graph, inputs=inputs)
             return
         # torch disables a mode while the mode handles a function, here `backward`, so the mode is entered again. Then

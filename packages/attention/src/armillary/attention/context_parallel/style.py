@@ -35,15 +35,15 @@ class ContextParallelStyle(ParallelStyle):
     Parameters stay as they are, so torch's tensor-parallel styles and FSDP2 apply as usual.
 
     Inputs of the module are this rank's tokens [B, T, ...], in the layout's order. DTensors on the mesh that
-    `parallelize_module` gets must be `Shard(1)` on all of its axes. The module then computes with their local tensors,
-    and its outputs with T tokens become DTensors with the same placements.
+    `parallelize_module` gets must be `Shard(1)` on its axes of several ranks. The module then computes with their local
+    tensors, and its outputs with T tokens become DTensors with the same placements.
 
     Pass `batch.position_ids` to the model: `torch.arange(T)` in a module would be the positions of the first shard. An
     `attn_mask` must be of the whole sequence; in a compiled graph it is an error, so use `mask` there.
 
     Activation checkpointing recomputes the module in backward. If the style has a `layout`, backward needs no block.
-    But if documents or a mask come from a `sequence` block (`with batch`), call backward inside the block. On a GPU
-    that is an error, because autograd's threads do not see the block: give the style a `mask`, or use `sdpa_parallel`.
+    But if documents or a mask come from a `sequence` block (`with batch`), call backward inside the block. On a GPU it
+    raises even there, because autograd's threads do not see the block: give the style a `mask`, or use `sdpa_parallel`.
 
     Args:
         attend: the attention method, on axes of the mesh that `parallelize_module` gets.

@@ -1,4 +1,4 @@
-"""Colours for colour-blind readers: the Okabe-Ito palette for up to eight ranks, the colormap cividis for more."""
+"""Colours for colour-blind readers: for up to eight ranks Okabe-Ito, with grey for black; for more, cividis."""
 
 from __future__ import annotations
 

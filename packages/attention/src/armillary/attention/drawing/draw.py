@@ -103,12 +103,12 @@ def draw_structure(axes: Any, mask: AttentionMask, edges: Integers) -> None:
 
 
 def color_numbers(mask: AttentionMask, slices: Slices) -> Integers:
-    """Returns a colour number for each slice: slices of one document, segment, chunk or kind have the same number."""
+    """Returns a colour number for each slice. Slices of one segment, of text or of images have the same number."""
     if isinstance(mask.pattern, Tree):  # the index of the segment that the slice's keys are in
         return np.searchsorted(np.array(mask.pattern.ends), slices[:, 2], side="right") - 1
     if isinstance(mask.pattern, ImageSpans):  # text, or an image
         return (slices[:, 4] > 0).astype(np.int64)
-    # Blocks have one colour; otherwise each slice is a document or a chunk.
+    # Blocks have one colour; otherwise each slice has its own: a document or a chunk is one slice, a prefix another.
     return np.zeros(len(slices), np.int64) if isinstance(mask.pattern, Blocks) else np.arange(len(slices))
 
 

@@ -120,7 +120,7 @@ def shares_of(
         method: a name of `build_attention`.
 
     Raises:
-        ValueError: the mask has another length than the layout, or the method does not fit the layout's shards.
+        ValueError: the mask has another length than the layout; errors of `blocks_of`.
     """
     mask = mask.row(row)
     by_step = blocks_of(layout, mask, method, options).pairs

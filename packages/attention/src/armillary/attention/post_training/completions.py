@@ -18,7 +18,7 @@ from armillary.core.validation import check_tensor
 class CompletionLabels(NamedTuple):
     """The M labels that tokens of one rank predict. A label that is in several sequences is listed once for each.
 
-    A sequence is a path from a root to a leaf that has labels. Sequences are numbered in the order of their leaves.
+    A sequence is a path from a root to a leaf, with a trained segment. Sequences are numbered in order of their leaves.
     """
 
     positions: Tensor
@@ -46,7 +46,7 @@ def completion_labels(
 
     Args:
         ids: [B, N], whole rows.
-        mask: `AttentionMask.tree`, or `rows` of them. A document is a tree of one segment.
+        mask: `AttentionMask.tree`, or `rows` of them. A document is a tree of one segment, a root.
         layout: layout of the sequence over all ranks of the method; one shard by default.
         shard: this rank's shard of the layout.
         trained: for each row one boolean per segment, True if the segment's tokens are labels. By default True for all
@@ -54,7 +54,7 @@ def completion_labels(
 
     Raises:
         ValueError: ids that are not [B, N]; a mask without `segments`, or with another number of rows; a layout of
-            another length; `trained` with another number of segments.
+            another length; `trained` with another number of rows or segments.
     """
     check_tensor("ids", ids)
     if ids.ndim != 2:
@@ -67,6 +67,8 @@ def completion_labels(
     if len(segments) not in (1, rows):
         raise ValueError(f"mask has {len(segments)} rows, ids have {rows}")
     segments = segments * rows if len(segments) == 1 else segments
+    if trained is not None and len(trained) != rows:
+        raise ValueError(f"trained has {len(trained)} rows, ids have {rows}")
     own_positions = layout.positions(shard).numpy()
     local_index = np.full(length, NONE)  # of each position of a row; NONE on other ranks
     local_index[own_positions] = np.arange(len(own_positions))

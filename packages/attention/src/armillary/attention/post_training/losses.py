@@ -67,7 +67,7 @@ def dpo_loss(
 
     Raises:
         ValueError: tensors whose shapes do not match; `pairs` that are empty or no integers.
-        IndexError: a sequence beyond the last of `pairs`; see `segment_sum`.
+        IndexError: a sequence beyond the last of `pairs`, on the CPU.
     """
     if pairs.ndim != 2 or pairs.shape[1] != 2 or not len(pairs) or pairs.is_floating_point():
         raise ValueError(
@@ -150,6 +150,7 @@ def grpo_loss(
     Raises:
         ValueError: tensors whose shapes do not match; integer advantages; beta without reference_logprobs; `normalize`
             of another kind, or not above 0.
+        IndexError: a sequence beyond the last of `advantages`, on the CPU.
     """
     if beta and reference_logprobs is None:
         raise ValueError(f"beta={beta} needs reference_logprobs")
@@ -158,7 +159,7 @@ def grpo_loss(
     ratio = (logprobs - old).exp()
     low, high = 1 - clip[0], 1 + clip[1]
     losses = -torch.min(ratio * advantage, ratio.clamp(low, high) * advantage)
-    # True for clipped tokens: the minimum is the clipped term, which is constant, so these tokens have no gradient.
+    # True for clipped tokens: the minimum is the clipped term, which is constant, so only KL has a gradient there.
     values = {"low": (ratio < low) & (advantage < 0), "high": (ratio > high) & (advantage > 0)}
     if beta:
         assert reference_logprobs is not None

@@ -25,7 +25,7 @@ Reduction = Literal["summed", "averaged"]
 def segment_sum(
     values: Tensor, sequences: Tensor, count: int, axes: Axes = (), *, gradients: Reduction = "summed"
 ) -> Tensor:
-    """Returns the sum of the values of each sequence over all ranks: [count], with the same bits on every rank.
+    """Returns the sums of each sequence over all ranks, [count] or [count, K], with the same bits on every rank.
 
     The result is one tensor of which each rank has a copy. Every rank calls backward with the same upstream gradient;
     the gradient of a value is that of its sequence (times a factor, see `gradients`), without communication.

@@ -46,7 +46,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", help="folder, config.json, model type of transformers, or module:function of your own")
-    parser.add_argument("--ring", type=int, default=1, help="ranks on the sequence axis")
+    parser.add_argument("--ring", type=int, default=1, help="ranks on the sequence axis; default: 4 without --ulysses")
     parser.add_argument("--ulysses", type=int, default=1, help="ranks on the head axis")
     parser.add_argument("--method", help="attention method; default: ring, ulysses, or usp for both axes")
     parser.add_argument("--ranks", type=int, help="number of ranks of module:function (default 4)")
@@ -96,6 +96,10 @@ def check(options: argparse.Namespace, progress: Callable[[str], object], worlds
         "variants": ("recompute", "two micro-batches", *(("compile",) if options.compile else ())),
     }
     if ":" in options.model:
+        if options.ring != 1 or options.ulysses != 1 or options.method is not None:
+            raise ValueError(
+                "--ring, --ulysses and --method are for Hugging Face models; for module:function give --ranks"
+            )
         return check_model(_import_function(options.model), world_size=options.ranks or 4, **shared)
     if options.ranks is not None:
         raise ValueError("--ranks is for module:function; a Hugging Face model takes --ring and --ulysses")
@@ -112,7 +116,7 @@ def check_architecture(
     Args:
         source: folder, config.json or model type.
         method: name of the attention method. By default "ring", "ulysses" or, with both axes, "usp".
-        ring, ulysses: ranks on the sequence axis and on the head axis; ring=4 if both are 1.
+        ring, ulysses: ranks on the sequence axis and on the head axis; ring becomes 4 if both are 1.
         options: options of `check_model`.
 
     Raises:
@@ -144,8 +148,9 @@ def check_architecture(
 
 
 def document_boundaries(tokens: int) -> tuple[int, ...]:
-    """Returns boundaries at about 1/5, 1/2 and 5/6 of the sequence; of 64 tokens, inside of shards. One document has
-    one token.
+    """Returns boundaries at about 1/5, 1/2 and 5/6 of the sequence; at 5/6 is a document of one token.
+
+    In 64 tokens on 4 ranks, no boundary is one between shards.
     """
     return tuple(sorted({0, tokens // 5 + 1, tokens // 2 + 3, tokens * 5 // 6, tokens * 5 // 6 + 1, tokens}))
 

@@ -62,10 +62,8 @@ def new_model(architecture: Architecture) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=WEIGHT_NOISE)
     layers = [layer for module in model.modules() if isinstance(module, nn.ModuleList) for layer in module]
-    for module in (
-        model,
-        *layers,
-    ):  # each layer too: with checkpointing, backward calls it outside of the model's forward
+    # Each layer too: with checkpointing, backward calls it outside of the model's forward.
+    for module in (model, *layers):
         module.forward = _in_float64(module.forward)
     return model
 

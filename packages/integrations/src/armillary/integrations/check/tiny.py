@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 HEAD_DIM, WIDE_HEAD_DIM = 8, 16
-"""Head dims. A model whose rotary embeddings rotate a part of each head has the wide one: the part must be even."""
+"""Head dims. The wide one is for rotary embeddings of a part of each head, or in sections: each must be even."""
 VOCABULARY = 64
 MAX_LAYERS = 8
 MAX_PARAMETERS = 20_000_000
@@ -50,7 +50,7 @@ REQUIRED: Mapping[str, Mapping[str, Any]] = {
 
 
 def load_config(source: str) -> Any:
-    """Returns the config of a local folder, of a config.json, or of a model type with its defaults; no code is run.
+    """Returns the config of a local folder, of a config.json, or of a model type with its defaults; runs no code of it.
 
     Raises:
         ValueError: no such folder or model type; a config that transformers cannot read; a model type without defaults;
@@ -110,9 +110,10 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     heads = next((fields[name] for name in HEADS if isinstance(fields.get(name), int)), 4)
     key_heads = next((fields[name] for name in KEY_HEADS if isinstance(fields.get(name), int)), heads)
     group_size = min(max(heads // key_heads, 1), 8)
-    # Multi-query attention keeps one key/value head, grouped-query attention has two, others four.
+    # One key/value head in multi-query attention, two in grouped-query attention, else four; doubled if 4 does not
+    # divide the number of query heads, so that 4 ranks can share them.
     new_key_heads = 1 if key_heads == 1 and heads > 1 else 2 if group_size > 1 else 4
-    if new_key_heads * group_size % 4:  # so that 4 ranks can share the heads
+    if new_key_heads * group_size % 4:
         new_key_heads *= 2
     if "kv_lora_rank" in fields:  # multi-head latent attention: one key/value head per query head
         new_key_heads, group_size = 4, 1

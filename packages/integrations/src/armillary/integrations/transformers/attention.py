@@ -80,8 +80,8 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     it, too, if the whole model is one activation checkpoint.
 
     Bytes sent in addition to the method's: for each new position_ids tensor (create the tensor once, not in every step)
-    a few integers to each rank, or all of M-RoPE's ids; the token types of models with images; and the states of
-    `gated_delta_rule`, `ssd` and `short_convolution`.
+    a few integers to each rank, or all of M-RoPE's ids; two integers for an attention_mask that was not given to
+    `cp.shard`; the token types of models with images; the states of `gated_delta_rule`, `ssd` and `short_convolution`.
 
     Raises:
         ImportError: transformers is not installed, or has no ALL_ATTENTION_FUNCTIONS or

@@ -25,7 +25,7 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq
 
 
 def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[ContextParallelBatch, dict[str, Any]]:
-    """Returns this rank's batch and its inputs to the model; labels only if the inputs have labels.
+    """Returns this rank's batch and the model's inputs for it, with labels only if `inputs` have labels.
 
     Bytes sent: a `gather_integers` of 11 integers. Every rank of the sequence must call it.
 

@@ -24,5 +24,5 @@ def scale_by_position(module: Any, query: Tensor, positions: Tensor) -> Tensor:
 
 
 def _scale(module: Any, positions: Tensor) -> Tensor:
-    """Returns Llama 4's scale [T], in steps of positions ("Scalable-Softmax Is Superior", arXiv 2501.19399)."""
+    """Returns Llama 4's scale [T], constant over `floor_scale` positions ("Scalable-Softmax", arXiv 2501.19399)."""
     return torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
