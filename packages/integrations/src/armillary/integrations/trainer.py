@@ -81,8 +81,8 @@ class ContextParallelTrainer(SharedRowsTrainer):
 
     Attributes:
         takes_shards: set it to True on a class whose own `compute_loss` takes one rank's tokens with shifted labels,
-            and divides a sum over tokens by `num_items_in_batch`. The `compute_loss` of transformers' Trainer and TRL's
-            SFTTrainer do.
+            and divides a sum over tokens by `num_items_in_batch`. Not needed for the `compute_loss` of transformers'
+            Trainer and TRL's SFTTrainer.
         cp: the `ContextParallel` of the model's method.
         groups: the groups of ranks that read the same rows.
 

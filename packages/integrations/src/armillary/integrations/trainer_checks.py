@@ -40,7 +40,7 @@ def method_of(model: Any) -> Method:
 
 
 def check_trainer(trainer: Any, mixin: type) -> None:
-    """Raises ValueError for a trainer's settings that are wrong on shards, naming the setting and an alternative."""
+    """Raises ValueError with the first setting of a trainer that is wrong or untested on shards."""
     check_settings(trainer, _loss_refusals(trainer, mixin))
 
 

@@ -75,7 +75,7 @@ class Evidence:
         variants: recompute, compile and two micro-batches, by name.
         other_ranks: the plain run on another number of ranks.
         longer: the plain run on twice the tokens.
-        first_token_reaches: True if changing the first token changes logits on ranks without it; None if not tried.
+        first_token_reaches: True if changing the first token changes logits on ranks without it; None if unknown.
     """
 
     plain: Comparison

@@ -67,7 +67,8 @@ def _flat_axis(method: Method) -> Axis:
 def gather_integers(rows: Sequence[Sequence[int]], method: Method) -> list[list[int]]:
     """Gathers rows of integers from all ranks of a method. All rows have one length; every rank must call this.
 
-    Bytes sent to each other rank of an axis, axis by axis: 8 for the number of rows, and 8 for each integer so far.
+    Bytes sent to each other rank of an axis, axis by axis: 8 for the number of rows, and 8 for each integer so far, in
+    as many rows as the rank with most has.
     """
     gathered = [list(row) for row in rows]
     for axis in method_axes(method):

@@ -106,13 +106,14 @@ def sequence(
         padded: True if each run of padding is a separate document, as in batches of `ContextParallel.shard`. If False,
             a model that is called with padding in its attention_mask raises.
         mask: replaces the model's mask; in models of transformers, a layer with a sliding window narrows it to the
-            window. A mask with documents needs no `documents`. Masks of slices or blocks cannot have documents: beside
-            them, `documents` are the boundaries at which position ids restart.
+            window. A mask with documents needs no `documents`. Beside a mask of slices or blocks, which cannot have
+            documents, `documents` are the boundaries at which position ids restart.
 
     Raises:
         ValueError: `layout` is no layout, or `mask` no mask; boundaries that do not rise, or do not end at the layout's
-            length; a mask that does not fit the layout, or whose documents differ from `documents`; at the end of the
-            block, if no attention inside asked for the layout, because the model then attended within each shard.
+            length; a mask that does not fit the layout, or whose documents differ from `documents`; at the end of a
+            block with layout, documents or mask, if no attention inside asked for the layout, because the model then
+            attended within each shard.
     """
     document_mask = AttentionMask(documents=documents)
     check_layout("layout", layout)

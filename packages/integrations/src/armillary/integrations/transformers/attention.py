@@ -192,8 +192,8 @@ class Implementation(ShardedImplementation):
         if not isinstance(attention_mask, ShardMask):
             kind = "none" if attention_mask is None else f"{type(attention_mask).__name__} of its own"
             raise ValueError(
-                f"{name} gets a mask that is not from create_causal_mask or its sliding window variants ({kind}), "
-                "so its pattern on other ranks is unknown; use another attn_implementation for this module"
+                f"{name} gets a mask that is not from a mask function of transformers, such as create_causal_mask "
+                f"({kind}), so its pattern on other ranks is unknown; use another attn_implementation for this module"
             )
         if attention_mask.refusal is not None:
             raise ValueError(attention_mask.refusal)
