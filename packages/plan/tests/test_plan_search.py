@@ -279,7 +279,9 @@ def test_recomputation_by_policy():
     forward, backward = Cluster.named("8xh100").accelerator.attention_shares(131_072)
     recomputed = none.attention * (4 / forward) / (4 / forward + 10 / backward)
     assert layer.recomputed == pytest.approx(none.dense / 3 + recomputed, rel=1e-6)
-    assert layer.exchange > none.exchange == attention.exchange
+    assert (
+        layer.exchange > attention.exchange > none.exchange
+    )  # q, k, v and out are sent again, "layer" sends them twice
     for part in ("dense", "attention", "head", "optimizer"):
         assert len({getattr(time, part) for time in (none, layer, attention)}) == 1
     assert 0 < times(Checkpointing("none", tiled=True)).recomputed < attention.recomputed

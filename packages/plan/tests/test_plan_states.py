@@ -58,7 +58,15 @@ def sent_in_step(job: Job, layout_kind: Layout) -> int:
 @pytest.mark.parametrize(("layout", "relaid"), [("zigzag", False), ("zigzag", True), ("contiguous", False)])
 @pytest.mark.parametrize(
     ("name", "ring", "ulysses", "policy"),
-    [("ring", 4, 1, "none"), ("ring", 4, 1, "layer"), ("ring", 4, 1, "attention_output"), ("usp", 2, 2, "none")],
+    [
+        ("ring", 4, 1, "none"),
+        ("ring", 4, 1, "layer"),
+        ("ring", 4, 1, "attention_output"),
+        ("usp", 2, 2, "none"),
+        ("usp", 2, 2, "layer"),
+        ("ulysses", 1, 4, "attention_output"),
+        ("upipe", 1, 4, "layer"),
+    ],
 )
 def test_predicted_bytes_of_a_step_equal_the_ledger(worlds, name, ring, ulysses, policy, layout, relaid):
     candidate = Candidate(Mesh(1, ring, ulysses), AttentionChoice(name), layout, relaid)

@@ -149,7 +149,7 @@ def plan_seconds(
 def step_deliveries(
     moves: tuple[Move, ...], later_moves: tuple[Move, ...], cluster: Cluster, copies: int, stride: int = 1
 ) -> tuple[list[Delivery], list[Delivery]]:
-    """Timing of a step's (moves, later moves) in the first of `copies` groups, while the other groups send the same.
+    """Timing of a step's (moves, later moves) in a group, while all `copies` groups send the same.
 
     Moves and later moves share the links: in the steady state of a plan, the results of the previous step are in flight
     during the moves of a step.
@@ -228,8 +228,8 @@ def ring_peers(move: Move, rank: int) -> int:
 def all_gather_seconds(cluster: Cluster, size: float, ranks: int | None = None, stride: int = 1) -> float:
     """Seconds to all-gather a tensor of `size` bytes, or to reduce-scatter it, in all groups of ranks at once.
 
-    Like NCCL, uses one ring per network card. Each ring passes through all ranks that a group has on a node, and each
-    leaves the node at a different rank, so that all cards are used.
+    Like NCCL, uses one ring for each rank that a group has on a node. Each ring passes through all of these ranks and
+    leaves the node at another one, so that all network cards are used.
 
     Args:
         ranks: number of ranks of a group; by default all.

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from armillary.attention.planning.comm_plan import CommPlan
 from armillary.core.observe.ledger import PHASES
+from armillary.models.activation_checkpoint.policy import Policy
 from armillary.models.state_config import Mixer
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.comm_plan_time import (
@@ -41,7 +42,8 @@ class StepTime:
         attention: attention kernels, and recurrences of a hybrid, forward and backward.
         recomputed: recomputation in backward, attention included.
         head: matrix products of the head, for logits and their gradients.
-        exchange: waiting for attention's communication, and the slowdown of kernels that run beside it.
+        exchange: waiting for communication of attention and of a hybrid's states and layouts, and the slowdown of
+            kernels that run beside it.
         steps: kernel launches and merges of partial results, in the steps of attention's communication plan.
         tensor: all-gathers and reduce-scatters of tensor parallelism.
         parameters: waiting for all-gathers of parameters and reduce-scatters of gradients.
@@ -76,6 +78,7 @@ class Passes:
     Args:
         overlap: True if forward sends while it computes.
         sent_bytes: bytes that each rank sends, in forward and in backward.
+        checkpointed: the passes under a checkpoint policy; None if they are these.
         states: passes of a block of each recurrent mixer.
         relayout: one move of hidden states between attention's layout and the layout of recurrent layers (forward), and
             the move of their gradients (backward).
@@ -86,6 +89,7 @@ class Passes:
     backward: PassTime
     overlap: bool = True
     sent_bytes: SentBytes = ((), ())
+    checkpointed: Passes | None = None
     states: Mapping[Mixer, Passes] = field(default_factory=dict[Mixer, "Passes"])
     relayout: Passes | None = None
     relayouts: int = 0
@@ -94,9 +98,9 @@ class Passes:
         """Time of forward and backward together."""
         return self.forward + self.backward
 
-    def at(self, mixer: Mixer) -> Passes:
-        """Returns the passes of a block with this mixer."""
-        return self.states.get(mixer, self)
+    def at(self, mixer: Mixer, policy: Policy) -> Passes:
+        """Returns the passes of a block with this mixer under a checkpoint policy."""
+        return self.states.get(mixer) or (self.checkpointed if policy != "none" else None) or self
 
     @classmethod
     def of(
@@ -144,10 +148,9 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
 
     While a block computes, FSDP2 gathers the parameters of the block that computes next and, in backward, reduces the
     gradients of the block that computed last. Checkpoints are copied to or from the host. The computation hides these
-    transfers, except for the time in which it already hides attention's exchanges. Two kinds of transfers are not
-    hidden: copies of checkpoints from the host without prefetch, and transfers of recomputed segments (the blocks from
-    one kept input to the next). Not counted: under a checkpoint policy Ulysses sends q, k, v and out once more in
-    backward.
+    transfers, except for the time in which it already hides attention's exchanges. Not hidden are transfers of the
+    embedding and the head, transfers of recomputed segments (the blocks from one kept input to the next), and copies of
+    checkpoints from the host for the last block or without prefetch.
 
     Raises:
         ValueError: the job's attention is not an `AttentionChoice`.
@@ -162,7 +165,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     computation, transfers = [(0.0, 0.0)] * layers, [(0.0, 0.0)] * layers  # by block
     segment_ends = {segment[-1] for segment in step.segments}
     for sizes, blocks in step.by_mixer(range(layers)):
-        mixer_passes = passes.at(sizes.mixer)
+        mixer_passes = passes.at(sizes.mixer, step.checkpointing.policy)
         # 6 FLOPs per parameter and token (arXiv 2001.08361): a multiply and an add in forward, twice that in backward.
         block_dense = 2 * sizes.model.block * tokens / matmul_flops
         dense += 3 * block_dense * len(blocks)
@@ -193,17 +196,14 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
 
 
 def step_bytes(job: Job, passes: Passes) -> list[int]:
-    """Bytes that each rank sends in a step for attention, states and moves between layouts, recomputation included.
-
-    Does not count the q, k, v and out that Ulysses sends once more in backward under a checkpoint policy.
-    """
+    """Bytes that each rank sends in a step for attention, states and moves between layouts, recomputation included."""
     step, total = StepSizes.of(job), [0] * len(passes.sent_bytes[0])
 
     def add(by_rank: Sequence[int], times: int) -> None:
         total[:] = [a + times * b for a, b in zip(total, by_rank, strict=True)]
 
     for sizes, blocks in step.by_mixer(range(step.model.layers)):
-        forward, backward = passes.at(sizes.mixer).sent_bytes
+        forward, backward = passes.at(sizes.mixer, step.checkpointing.policy).sent_bytes
         # Backward runs forward once more in the blocks that recompute it.
         add(forward, len(blocks) + recomputed_attentions(step, blocks))
         add(backward, len(blocks))

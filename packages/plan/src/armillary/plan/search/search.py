@@ -13,7 +13,7 @@ import torch
 
 from armillary.attention.kernels import default_margin
 from armillary.attention.kernels.choice import check_kernel_name
-from armillary.attention.planning.comm_plan import AttentionShape
+from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.attention.registry import names
 from armillary.core import SequenceLayout
 from armillary.models import Checkpointing, LlamaConfig
@@ -157,8 +157,8 @@ def search(options: SearchOptions, progress: Callable[[int, int], None] = lambda
         progress: called with (candidates done, all candidates).
 
     Raises:
-        ValueError: an unknown name, documents of an invalid store or length, a sequence shorter than its shards, or
-            arguments that allow no mesh.
+        ValueError: an unknown name, documents of an invalid store or length, a sequence shorter than its shards,
+            arguments that allow no mesh, or reserves that leave no memory.
     """
     # 1. Resolve names.
     check_limits(options)
@@ -185,7 +185,7 @@ def search(options: SearchOptions, progress: Callable[[int, int], None] = lambda
             f"no mesh of {cluster.ranks} ranks for --rows {options.rows}, --attention "
             f"{' '.join(options.attention) or 'not set'}"
         )
-    # 3. Evaluate each candidate under all policies. The time of attention's passes does not depend on the policy.
+    # 3. Evaluate each candidate under all policies, with one result of `passes_of`, which has the passes of each.
     choices = list[list[Choice]]()
     for i, candidate in enumerate(all_candidates):
         progress(i, len(all_candidates))
@@ -269,7 +269,13 @@ def passes_of(
     comm_plan = attention.comm_plan(shape, mesh.ring, mesh.ulysses)
     margin = default_margin(mesh.ring) if margin is None else margin
     copies = mesh.replicas * tp
-    passes = Passes.of(comm_plan, cluster, model.head_dim, copies, length, kernel, margin, stride=tp)
+
+    def time(plan: CommPlan) -> Passes:
+        return Passes.of(plan, cluster, model.head_dim, copies, length, kernel, margin, stride=tp)
+
+    passes, checkpointed_plan = time(comm_plan), attention.checkpointed_comm_plan(shape, mesh.ring, mesh.ulysses)
+    if checkpointed_plan is not None:
+        passes = replace(passes, checkpointed=time(checkpointed_plan))
     if not is_hybrid(model):
         return passes
     # Outside of attention, ranks on the head axis divide a shard among them.
@@ -342,8 +348,8 @@ def choices_of(
 def best_of(choices: list[Choice], room: Room) -> Choice:
     """Returns the fastest choice that fits; of several about equally fast ones (`TIE`), that with most free memory.
 
-    If none fits, returns the choice that needs the least memory. Of choices that need the host alike, which is then the
-    fuller memory, returns the one that needs the least of the device.
+    If none fits, returns the choice whose fuller memory is least full; of several with the same need of the host, the
+    one that needs the least of the device.
     """
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
@@ -354,7 +360,7 @@ def best_of(choices: list[Choice], room: Room) -> Choice:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds with three digits, such as 2.1 h, 35 s or 120 ms."""
+    """Formats seconds with at most three digits, such as 2.1 h, 35 s or 120 ms."""
     for unit, size in (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

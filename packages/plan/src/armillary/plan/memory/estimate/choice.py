@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import AttentionMask, Method
 from armillary.attention.methods.teams import Placement
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
+from armillary.attention.planning.upipe import UPipePlan
 from armillary.attention.registry import MethodOptions, NamedMethod, named_method
 from armillary.core import SequenceLayout
 
@@ -63,3 +64,14 @@ class AttentionChoice:
     def comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
         """Returns the communication plan on a mesh of ring x ulysses ranks."""
         return self.method.comm_plan(work, ring, ulysses)
+
+    def checkpointed_comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan | None:
+        """Returns the plan in a block under a checkpoint policy; None if it is `comm_plan`.
+
+        There Ulysses runs as UPipe with all heads in one stage, so backward sends q, k, v and out again.
+        """
+        method = self.method
+        head = method.head_plan(ulysses)
+        if head is None or head.projects_in_stages or ulysses == 1:
+            return None
+        return UPipePlan(method=method.name).comm_plan(work, ulysses, method.sequence_plan(ring).comm_plan)
