@@ -17,7 +17,7 @@ from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.tune import bench, tuner
 from armillary.plan.tune.command import TuneOptions, read_options
-from armillary.plan.tune.measurements import Measurement, TunerState, cache_key, load, save
+from armillary.plan.tune.measurements import Measurement, TunerState, cache_key, difference, load, save
 from armillary.plan.tune.prune import CandidatePrediction, all_candidates, partition, predictor, prune
 from armillary.train import (
     Config,
@@ -110,10 +110,15 @@ def test_the_measured_block_is_the_trainers(worlds):
         assert actual == (1, (2, 25), 50, "torch.float64")
 
 
-def test_replicate_tp_and_kernel_are_kept(tmp_path):
+def test_settings_of_a_rank_are_kept_and_belong_to_the_key(tmp_path):
     flags = ["--parallel.tp", "2", "--parallel.replicate", "2", "--parallel.ring", "7", "--parallel.attention", "ring"]
-    parallel = read_options([*flags, "--parallel.kernel", "dense"]).measured_run.parallel
-    assert parallel == ParallelConfig(tp=2, replicate=2, kernel="dense")
+    flags += ["--parallel.kernel", "dense", "--parallel.zero-stage", "2", "--parallel.compiler", "eager"]
+    parallel = read_options(flags).measured_run.parallel
+    assert parallel == ParallelConfig(tp=2, replicate=2, kernel="dense", zero_stage=2, compiler="eager")
+    for name in ("kernel", "zero_stage", "compiler"):
+        others = replace(parallel, **{name: getattr(ParallelConfig(), name)})
+        keys = (cache_key(replace(SMALL, parallel=each), 4, torch.float32) for each in (parallel, others))
+        assert f"--parallel.{name.replace('_', '-')}" in difference(*keys)
     config = replace(SMALL, parallel=parallel)
     assert all_candidates(replace(tune_plan(tmp_path, config), attention=()), 16) == list(
         candidates(heads=2, ranks=4, rows=2)

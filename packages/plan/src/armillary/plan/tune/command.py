@@ -35,8 +35,8 @@ class TuneOptions(Source):
     Start it on as many ranks as the run will have, with the run's own flags. It tries all meshes of shard x ring x
     ulysses, keeps --parallel.replicate and --parallel.tp, and ignores the other flags of the mesh. With
     --data.documents it also tries the layouts zigzag, contiguous and balanced, on the documents of the first batch. For
-    a hybrid it also tries zigzag, contiguous, and zigzag with contiguous states. The same command resumes interrupted
-    measurements.
+    a hybrid it also tries zigzag and contiguous and, without tp, the run's layout with contiguous states. The same
+    command resumes interrupted measurements.
     """
 
     out: Path = Path("tuned.toml")
@@ -57,7 +57,11 @@ class TuneOptions(Source):
         """The run with default shard, ring, ulysses, method and log, on which measurements do not depend."""
         parallel = self.run.parallel
         parallel = ParallelConfig(
-            replicate=parallel.replicate, tp=parallel.tp, kernel=parallel.kernel, compiler=parallel.compiler
+            replicate=parallel.replicate,
+            tp=parallel.tp,
+            kernel=parallel.kernel,
+            zero_stage=parallel.zero_stage,
+            compiler=parallel.compiler,
         )
         return replace(self.run, parallel=parallel, log=LogConfig())
 
@@ -71,8 +75,8 @@ def read_options(argv: Sequence[str]) -> TuneOptions:
     """Parses a command line.
 
     Raises:
-        ValueError: wrong flags or files of the trainer, a number outside its range, an unknown method or cluster, or a
-            cluster together with replicate or tp.
+        ValueError: wrong flags or files of the trainer, a number outside its range, an unknown method or cluster, an
+            `out` that is no .toml file, or a cluster together with replicate or tp.
     """
     # The recipe and the file give the defaults of the flags.
     source, _, config = read_source(argv, PROGRAM)
@@ -91,7 +95,7 @@ def read_options(argv: Sequence[str]) -> TuneOptions:
         cluster_of(options.cluster)
         if parallel.replicate * parallel.tp > 1:
             raise ValueError(
-                f"--cluster {options.cluster}: the planner supports neither --parallel.replicate {parallel.replicate} "
-                f"nor --parallel.tp {parallel.tp}; leave out --cluster or these"
+                f"--cluster {options.cluster} does not predict --parallel.replicate {parallel.replicate} x "
+                f"--parallel.tp {parallel.tp}; leave out --cluster or these"
             )
     return replace(options, recipe=source.recipe)

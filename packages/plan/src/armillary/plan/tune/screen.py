@@ -25,7 +25,7 @@ class TunerScreen:
         self.bar.show("tuning", measured_count, total)
 
     def show_measurement(self, number: int, total: int, measurement: Measurement, state: TunerState) -> None:
-        """Prints a line such as "2/7 ring on ring 8: 1.24 s (best 1.10 s: ulysses on ulysses 8)"."""
+        """Prints a line such as "2/7 ring on ring 8: 1.24 s (best 1.13 s: ulysses on ulysses 8)"."""
         self.bar.show("tuning", number, total)
         outcome = measurement.reason
         if measurement.seconds is not None:
@@ -53,6 +53,6 @@ class TunerScreen:
 
 
 def short_time(seconds: float | None) -> str:
-    """Formats seconds with three digits, in seconds or milliseconds."""
+    """Formats seconds with at most three digits, in seconds or milliseconds."""
     seconds = seconds or 0.0
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
