@@ -83,7 +83,7 @@ def test_predictions_are_compared_with_measurements():
     rows = [{"shapes": "S", "contender": name, **dict(zip(keys, each, strict=True))} for name, each in figures.items()]
     assert verdict(rows) == (
         "S: not predicted: ring before c; predicted ratios over ring off by up to +120% (c); "
-        "predicted best b, 0% slower than b, measured best"
+        "predicted best b, 0% slower than the measured best, b"
     )
     assert verdict(rows[:3]).startswith("S: ranking as predicted; predicted ratios over ring off by up to +12% (b)")
 

@@ -69,12 +69,13 @@ def write(name: str, chosen: Race, result: dict[str, Any], folder: Path) -> str:
     shapes = chosen.shapes[0]
     notes = [
         f"{shapes.tokens} tokens a rank, {shapes.heads} heads of {shapes.head_dim}, batch 1, float32, forward and "
-        f"backward; links per {link.per}, {link.bandwidth / 1e6:g} MB/s each way",
-        "over ring: tokens a second, as a multiple of ring's; busy: processor seconds of all ranks together, gloo's "
-        "own included; kernels: seconds of those alone, as many as ring calls",
+        f"backward; links{' between nodes' if chosen.cluster.nodes > 1 else ''} per {link.per}, "
+        f"{link.bandwidth / 1e6:g} MB/s each way",
+        "over ring: tokens a second, as a multiple of ring's; busy: processor seconds of all ranks together, gloo "
+        "included; kernels: seconds of a rank's kernel calls in a ring, without sends",
         f"every contender's out, dq, dk and dv agree with attention on one rank, largest relative error "
         f"{max(error for turns in result['turns'] for error in turns['errors'].values()):.1e}",
-        "seconds that sends took, and that they should have taken: "
+        "seconds of sends, measured (predicted): "
         + "; ".join(f"{w['sends']} {w['seconds']:.4f} ({w['expected']:.4f})" for w in result["wires"]),
     ]
     notes += [verdict(rows) for rows in tables]

@@ -18,7 +18,8 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     loss = best["over ring"] / chosen["over ring"] - 1
     return (
         f"{rows[0]['shapes']}: {misplaced(rows)}; predicted ratios over ring off by up to {ratios[worst]:+.0%} "
-        f"({worst}); predicted best {chosen['contender']}, {loss:.0%} slower than {best['contender']}, measured best"
+        f"({worst}); predicted best {chosen['contender']}, {loss:.0%} slower than the measured best, "
+        f"{best['contender']}"
     )
 
 
