@@ -36,7 +36,7 @@ USAGE = """usage: armillary-plan [COMMAND] [options]
 
 commands:
   search   the fastest mesh, method and checkpoints for a model on a cluster, and why others are slower; the default
-  memory   peak memory of a training step on each rank, and the longest sequence that fits
+  memory   peak memory of a training step on one rank, and the longest sequence that fits
   run      memory and time of a run of the trainer, by its own flags
   bytes    bytes that attention methods send, forward and backward, at any number of ranks
   steps    a method step by step, as a page or a picture: sends between ranks, and the tiles that they compute

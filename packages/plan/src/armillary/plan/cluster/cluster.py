@@ -81,7 +81,7 @@ class Cluster(Node):
     def load(cls, path: Path | str) -> Cluster:
         """Reads a cluster from a TOML file.
 
-            like = "8xh100"              # a preset, which the other lines change; without "like", all fields are needed
+            like = "8xh100"              # a preset, which the other lines change; by default none
             nodes = 4
             host_memory = "1.5TB"
             [between]
@@ -92,7 +92,8 @@ class Cluster(Node):
             memory = "80GB"
 
         Raises:
-            ValueError: unknown or missing keys, or values outside their range; names the file.
+            ValueError: invalid TOML, an unknown preset, unknown or missing keys, or values outside their range. Names
+                the file.
             OSError: the file cannot be read.
         """
         try:

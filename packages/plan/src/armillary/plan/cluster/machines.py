@@ -1,4 +1,4 @@
-"""Presets of machines. Bandwidths are those that large messages attain, which are below the nominal ones."""
+"""Presets of machines. Memory bandwidths are nominal. Other bandwidths are lower: those that large messages attain."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The network model: transfer times of concurrent sends, from the load of each port that they pass.
 
-A send alone takes as long as in LogGP (Alexandrov et al., 1995), where `latency` is L, `message` o and 1 / `bandwidth`
-G. Concurrent sends share the bandwidth of their ports.
+A send alone takes as long as in LogGP (Alexandrov et al., 1995), where `latency` is L, `message` 2 o (at both ends) and
+1 / `bandwidth` G. Concurrent sends share the bandwidth of their ports.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Link:
             ranks of a group share one, such as a node's network card or bus.
         disturbs: time that an exchange and a concurrent computation lose, as a fraction of the shorter one. 0: they
             overlap fully; 1: together they take as long as one after the other.
-        message: seconds of software overhead per message, at the sender and at the receiver.
+        message: seconds of software overhead per message, of sender and receiver together.
         crowding: exponent of the slowdown by concurrent peers: with p of them a port attains bandwidth / p ** crowding.
             0 for a non-blocking switch.
         turns: fraction of a collective's send that waits for the send in the opposite direction. 0: full duplex; 1: one
@@ -143,7 +143,7 @@ class Load:
     def seconds(self, size: int) -> float:
         """Seconds until the port has carried a send of `size` bytes, if all sends start together.
 
-        By then it has carried all smaller sends, and `size` bytes of each larger one.
+        By then it has carried all smaller sends, and `size` bytes of every other one.
         """
         sizes, sums = self.sorted_sizes
         smaller = bisect_right(sizes, size)

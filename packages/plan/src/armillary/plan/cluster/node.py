@@ -1,4 +1,4 @@
-"""`Node` and `Accelerator`: one machine of a cluster, and what each of its ranks computes on."""
+"""`Node` and `Accelerator`: one machine of a cluster, and the accelerator of each of its ranks."""
 
 from __future__ import annotations
 

@@ -58,8 +58,8 @@ class MemoryOptions:
     ring: CountOrNone = None
     """Ranks on the sequence axis; by default all ranks that shard and ulysses leave."""
     ulysses: CountOrNone = None
-    """Ranks on the head axis; by default all ranks, for methods that also have a ring the largest number of ranks in a
-    node that divides the key/value heads, and 1 for methods without a head axis."""
+    """Ranks on the head axis; by default all ranks that shard and ring leave, for methods that also have a ring the
+    largest number that divides these, the ranks of a node and the key/value heads, and 1 without a head axis."""
     rows: Count = 1
     """Sequences in the batch of each group of ring x ulysses ranks."""
     checkpointing: Checkpointing = field(

@@ -104,5 +104,5 @@ def fullness(room: Room, memory: StepMemory) -> str:
 
 
 def spare_text(need: int, size: int) -> str:
-    """Describes `need` bytes beside an available `size`, such as "70.10 GiB (4.00 GiB to spare)"."""
+    """Describes `need` bytes beside an available `size`, such as "70.10 GiB (4.00 to spare)"."""
     return f"{gib(need)} GiB ({gib(abs(need - size))} {'missing' if need > size else 'to spare'})"

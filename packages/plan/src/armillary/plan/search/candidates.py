@@ -74,13 +74,13 @@ class Candidate:
         return f"{self.layout}, relaid for states" if self.contiguous_states else self.layout
 
     def apply_to(self, config: Config) -> Config:
-        """Returns the trainer's configuration with this mesh, method and layout."""
+        """Returns the trainer's configuration with this mesh (except `replicate` and `tp`), method and layout."""
         parallel = replace(config.parallel, **self.parallel)
         return replace(config, parallel=parallel, data=replace(config.data, layout=self.layout))
 
     @property
     def parallel(self) -> dict[str, Any]:
-        """Fields of the trainer's `ParallelConfig`, except `replicate` and `tp`."""
+        """Mesh and method as fields of the trainer's `ParallelConfig`, except `replicate` and `tp`."""
         # AttentionChoice's options have the names of the trainer's fields; its `name` is the trainer's `attention`.
         options, mesh = asdict(self.attention), self.mesh
         axes = {"shard": mesh.shard, "ring": mesh.ring, "ulysses": mesh.ulysses}

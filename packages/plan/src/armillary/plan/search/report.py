@@ -131,7 +131,7 @@ def choice_rows(result: SearchResult, best: list[Choice]) -> Iterator[list[str]]
 
 
 def stored_text(choice: Choice) -> str:
-    """Describes checkpoints and where they are stored, and the optimizer if it is on the host."""
+    """Describes checkpoints and where they are stored, ZeRO stage 2, and the optimizer if it is on the host."""
     policy = choice.job.checkpointing
     checkpoints = "no recompute" if policy.policy == "none" else policy_text(policy)
     chunked = ", chunked MLP" if policy.tiled else ""

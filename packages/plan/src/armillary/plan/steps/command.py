@@ -64,7 +64,8 @@ class StepsOptions:
     backward: Backward = "auto"
     """ring and wallfacer: whether keys or queries rotate in backward."""
     tokens: int | None = None
-    """Sequence length over all ranks (N); by default 8 per rank. Pictures show only some positions of a long one."""
+    """Sequence length over all ranks (N); by default the end of --documents, or 8 per rank. Pictures show only some
+    positions of a long one."""
     layout: Literal["zigzag", "contiguous", "striped", "balanced"] = "zigzag"
     """Distribution of positions over sequence ranks."""
     full: bool = False
@@ -89,7 +90,7 @@ class StepsOptions:
     """Sequences in the batch (B)."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     frames: Count = 4
-    """Number of frames of each method, if several methods are drawn side by side."""
+    """Maximum number of frames of each method, if several methods are drawn side by side."""
     json: bool = False
     """Print all numbers as JSON."""
 

@@ -78,7 +78,7 @@ class Peaks:
         return memory + unsharded
 
     def kept_gathered(self, blocks: int) -> float:
-        """Bytes of the parameters that ZeRO stage 2 keeps gathered, of the embedding and the first `blocks` blocks."""
+        """Bytes of embedding and first `blocks` blocks, whose parameters ZeRO stages 1 and 2 keep gathered."""
         step = self.step
         return step.e * (step.parameters(range(blocks)) + step.model.table) if step.zero_stage <= 2 else 0
 
@@ -89,9 +89,9 @@ class Peaks:
     def in_backward(self, i: int) -> CategoryBytes:
         """Baseline, parameters and gradients of parameters in block i's backward, without activations.
 
-        FSDP has gathered the parameters of block i and, by prefetch, of the previous block; under ZeRO stage 2 those of
-        all previous blocks. Meanwhile it reduces the gradients of the next block, whose unsharded float32 copy exists
-        until the next reduction.
+        FSDP has gathered the parameters of block i and, by prefetch, of the previous block; under ZeRO stages 1 and 2
+        those of all previous blocks. Meanwhile it reduces the gradients of the next block, whose unsharded float32 copy
+        exists until the next reduction.
         """
         step, model = self.step, self.step.model
         last = i == model.layers - 1

@@ -21,9 +21,9 @@ ROWS = 128
 class SimulatedFlash(Flash):
     """Allocates the tensors that a CUDA kernel allocates, without values. Splits and packs calls as CUDA kernels do.
 
-    Backward allocates its results, and in float32 an accumulator for dq and one number per query and head. If query
-    heads share key heads, version 2 also allocates dk and dv of every query head and then sums them; version 3
-    accumulates them in float32.
+    Backward allocates its results, and in float32 an accumulator for dq and one number per query and head (version 3:
+    two). If query heads share key heads, version 2 also allocates dk and dv of every query head and then sums them;
+    version 3 accumulates them in float32.
 
     Version 2 also stands for cuDNN. cuDNN's backward allocates the same two float32 buffers, without padding
     (`dQ_accum` and `softmax_sum` of cudnn-frontend 1.23, scaled_dot_product_flash_attention.h). The workspace of its

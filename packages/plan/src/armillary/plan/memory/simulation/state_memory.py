@@ -24,7 +24,7 @@ from armillary.plan.memory.simulation.torch_private import fake_group
 TOKENS = 512
 """Tokens of a rank in the shortest simulation: so many that its chunks need more memory than the gathered states."""
 WIDTH = 8
-"""Width of the simulated hidden states: so narrow that weights and inputs take almost no memory."""
+"""Width of the simulated hidden states: so narrow that gradients of weights and inputs take almost no memory."""
 STATE_BYTES = torch.float32.itemsize
 """Bytes of an element of a state."""
 
@@ -43,7 +43,7 @@ class LinearBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class StateMemory:
-    """Memory of a layer with a state: its outputs [B, T, H, Dv] count, its inputs, weights and gradients do not.
+    """Memory of a layer with a state: its outputs [B, T, H, Dv] count, its inputs, weights and their gradients do not.
 
     Args:
         forward: peak of forward without autograd.
