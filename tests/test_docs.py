@@ -152,7 +152,11 @@ def test_commands_of_a_page_run_in_a_new_environment(tmp_path, page):
         run(command, tmp_path)
 
 
-@pytest.mark.parametrize("page", WITH_SCRIPTS)
+@pytest.mark.parametrize(
+    "page",
+    # The next test runs the scripts of pages with a diff, in float64.
+    [pytest.param(page, marks=[pytest.mark.long] * (page in WITH_DIFFS)) for page in WITH_SCRIPTS],
+)
 def test_scripts_run_by_the_commands_of_their_page(tmp_path, page):
     files = write_scripts(page, tmp_path)
     assert {command[-1] for command in commands(page)} == set(files)

@@ -187,6 +187,7 @@ GROUPS = {
     ],
     "compiled in part": [Case({"ring": 2}, "ring", HYBRID, LAYER, compiler="aot_eager")],
 }
+LONG = ("compiled blocks, relaid",)  # compiled blocks and eager relaid ones are tested separately
 
 
 def compare_and_count_graphs(
@@ -199,7 +200,7 @@ def compare_and_count_graphs(
     return faults, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in GROUPS])
 def test_loss_gradients_and_a_step_equal_one_rank(worlds, group):
     """Compiled blocks are one graph each."""
     cases = GROUPS[group]

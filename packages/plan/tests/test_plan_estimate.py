@@ -115,7 +115,10 @@ def hybrid(mixers, axes, name, tokens, checkpointing, layers=3, **options):
         hybrid(DELTA, {"ring": 8}, "ring", 1024, Checkpointing("none"), layers=1, rows=8),
         hybrid(MAMBA, {"ring": 4}, "ring", 8192, OUTPUT, layers=2),
         hybrid(MIXED, {"ring": 2, "ulysses": 2}, "usp", 1024, replace(LAYER, offload=True), rows=4),
-        hybrid(MIXED, {"ring": 4}, "upipe+ring", 1024, Checkpointing("none", tiled=True), zero_stage=2, rows=4),
+        pytest.param(
+            hybrid(MIXED, {"ring": 4}, "upipe+ring", 1024, Checkpointing("none", tiled=True), zero_stage=2, rows=4),
+            marks=pytest.mark.long,
+        ),
         hybrid(MIXED, {"ring": 2, "tp": 2}, "ring", 1024, LAYER, rows=4),
         hybrid(MIXED, {"ring": 4}, "ring", 1024, OUTPUT, contiguous_states=True, rows=4),
         pytest.param(hybrid(MIXED, {"ring": 4}, "ring", 4096, replace(OUTPUT, inputs=2), 5), marks=pytest.mark.long),
@@ -156,7 +159,7 @@ def test_formula_of_each_method(name, ranks, team, heads):
 
 
 @pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
-@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (8, 2), (8, 4), (16, 4)])
+@pytest.mark.parametrize(("ranks", "nodes"), [(4, 2), (8, 2), (8, 4), pytest.param(16, 4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", ["ring+ring", "ring+token_ring"])
 def test_formula_of_a_ring_between_nodes(name, ranks, nodes, heads):
     """TokenRing's formula is for keys of its own node, of which the mask leaves more than of other nodes."""
