@@ -328,6 +328,11 @@ def test_boundaries_without_position_ids_count_from_padding_idx():
     assert model_inputs["position_ids"].tolist() == [list(range(4, 16))]
 
 
+def test_input_ids_without_a_batch_dimension_are_refused():
+    with pytest.raises(ValueError, match=r"input_ids \(6,\)"):
+        shard_inputs(ContextParallel(Local()), {"input_ids": torch.arange(6), "position_ids": torch.arange(6)})
+
+
 def test_packed_rows_with_a_mask_are_refused():
     ids = torch.arange(1, 7)[None]
     rows_of_two = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}

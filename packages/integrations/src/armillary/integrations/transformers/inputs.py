@@ -30,7 +30,7 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
     Bytes sent: a `gather_integers` of 11 integers. Every rank of the sequence must call it.
 
     Raises:
-        ValueError: ranks have different rows; no input_ids; a tensor that is not in `TOKENS` or `PACKED`;
+        ValueError: ranks have different rows; no input_ids [B, N]; a tensor that is not in `TOKENS` or `PACKED`;
             output_router_logits; cu_seq_lens_q with several rows; position_ids that are not [1 or B, N], or that
             restart beside an attention_mask; errors of `ContextParallel.shard`.
     """
@@ -39,6 +39,8 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor):
         raise ValueError(f"the batch has no input_ids, only {', '.join(inputs)}: a shard is made of tokens")
+    if ids.ndim != 2:
+        raise ValueError(f"input_ids {tuple(ids.shape)}: [B, N] is accepted")
     unknown = [name for name, x in inputs.items() if isinstance(x, Tensor) and name not in (*TOKENS, *PACKED)]
     if unknown or inputs.get("output_router_logits"):
         raise ValueError(
