@@ -174,6 +174,7 @@ def refusals(ranks) -> list[tuple[Callable[[], object], str]]:
         (lambda: columns.full_tensor(), "the last dim holds out and lse"),
         (lambda: of([LogSumExpPartial()], ring).redistribute(placements=[Shard(-1)]), "the last dim holds out and"),
         (lambda: of([LogSumExpPartial()], ring, grad.detach().bfloat16()).full_tensor(), "is not a packed"),
+        (lambda: of([LogSumExpPartial(), Shard(0)], two, grad.detach().bfloat16()).full_tensor(), "is not a packed"),
         (lambda: of([LogSumExpPartial()], ring, torch.ones(4, 4, dtype=int)).full_tensor(), "is not a packed"),
         (
             lambda: of([LogSumExpPartial()], ring, torch.ones(4, 1)).redistribute(placements=[Shard(0)]),
@@ -187,9 +188,9 @@ def refusals(ranks) -> list[tuple[Callable[[], object], str]]:
 def test_redistributions_that_torch_computes_wrongly_raise(fake_mesh):
     ranks = fake_mesh(ring=4, tp=2)
     for call, message in refusals(ranks):
-        with CommLedger() as ledger, pytest.raises(ValueError, match=message):
+        with CommLedger() as ledger, Dispatched() as dispatched, pytest.raises(ValueError, match=message):
             call()
-        assert ledger.bytes() == 0
+        assert ledger.bytes() == 0 and not dispatched.sent
     with pytest.raises((RuntimeError, ValueError)):
         of([Replicate()], ranks["ring"]).redistribute(placements=[LogSumExpPartial()])
 

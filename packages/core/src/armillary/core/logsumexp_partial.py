@@ -195,6 +195,9 @@ def check_redistribution(x: DTensor, target: Sequence[Placement]) -> None:
             f"{describe(x)} to {tuple(target)}: the last dim holds out and lse, and can be sharded over no axis; "
             f"choose another dim"
         )
+    # Checked here too, because torch may communicate over other axes before it calls the _reduce methods.
+    if tuple(target) != x.placements:
+        check_packed(x)
 
 
 compat.guard_dtensors(check_op, check_redistribution)
