@@ -1,8 +1,8 @@
 """Checks that a checkpoint written by any Python of this machine is readable by every other.
 
-Uses the running Python, and those of the classifiers that are on PATH or installed by uv or pyenv. Each of these has a
-temporary environment with the dependencies of armillary-train from uv's cache; a new minor version downloads torch (0.5
-GB). Exits with 1 if a checkpoint was not read correctly.
+Uses the running Python, and those of the classifiers that are on PATH or installed by uv or pyenv. Each of the latter
+has a temporary environment with the dependencies of armillary-train from uv's cache; a new minor version downloads
+torch (0.5 GB). Exits with 1 if a checkpoint was not read correctly, or after 540 s.
 
     uv run python scripts/pythons.py
 """
