@@ -248,7 +248,7 @@ class SequenceLayout:
         return _refine(self, integer("n", n))
 
     def coarsen(self, n: int) -> SequenceLayout:
-        """Joins every `n` adjacent shards into one: the inverse of `refine`.
+        """Joins every `n` adjacent shards into one: shards then have the positions that they had before `refine(n)`.
 
         Raises:
             ValueError: `n` does not divide the number of shards.
