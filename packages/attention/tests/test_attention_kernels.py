@@ -14,7 +14,8 @@ from torch._meta_registrations import meta__efficient_attention_backward
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.attention.call.spec import AttentionSpec
+from armillary.attention.call.spec import AttentionOptions, AttentionSpec
+from armillary.attention.call.validation import check_call
 from armillary.attention.kernels import (
     EFFICIENCY,
     KERNELS,
@@ -623,6 +624,16 @@ PREFERRED = [
 def test_fastest_available_kernel_for_the_inputs_is_chosen(monkeypatch, versions, inputs, name):
     flash_stub.install(monkeypatch, *versions)
     assert choose_kernel(inputs).name == name
+
+
+def test_an_activated_implementation_also_refuses_calls_that_were_checked_before(monkeypatch):
+    attend, options = Local(), AttentionOptions(AttentionMask(), kernel="cuda_flash")
+    with FakeTensorMode(), torch.device("cuda"):
+        q = torch.empty(1, 8, 2, 64, dtype=torch.bfloat16)
+    assert check_call(attend, q, q, q, None, options).kernel == CudaFlash()
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3")
+    with pytest.raises(ValueError, match=r"FA3.*flash_attn_3"):
+        check_call(attend, q, q, q, None, options)
 
 
 def test_efficiencies_name_existing_kernels_and_supported_accelerators(monkeypatch):

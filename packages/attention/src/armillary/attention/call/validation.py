@@ -12,7 +12,7 @@ from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.projections import CacheableProjections, Projections, one_token
 from armillary.attention.call.spec import AttentionOptions, AttentionSpec, key_heads_of
 from armillary.attention.kernels import Inputs, Scores, check_softcap, choose_kernel
-from armillary.attention.kernels.inputs import is_deterministic
+from armillary.attention.kernels.inputs import activated_implementation, is_deterministic
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout, compat
 from armillary.core.validation import check_tensor, number
@@ -112,7 +112,8 @@ def _check_tensors_and_layout(
 
 def call_properties(*tensors: Tensor | None) -> tuple[Hashable, ...]:
     """Returns the properties on which checks and the choice of a kernel depend: shapes, dtypes, devices, settings."""
-    return is_deterministic(), *[x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    settings = is_deterministic(), activated_implementation()
+    return *settings, *[x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
 
 
 # -- options ----------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Inputs:
         documents = mask is not None and mask.numbers is not None
         shape = (device.type, q.dtype, q.shape[-1], v.shape[-1], softcap)
         versions = _capability_and_cudnn(device)
-        return cls(*shape, *versions, is_deterministic(), windowed, documents, activated=_activated_implementation())
+        return cls(*shape, *versions, is_deterministic(), windowed, documents, activated=activated_implementation())
 
     def __str__(self) -> str:
         cap = "" if self.softcap is None else f", softcap {self.softcap:g}"
@@ -74,7 +74,8 @@ def is_deterministic() -> bool:
 
 
 @compat.constant_when_traced
-def _activated_implementation() -> str | None:
+def activated_implementation() -> str | None:
+    """Returns the name of the implementation that has replaced torch's flash attention, as in `Inputs.activated`."""
     return cast(Any, torch.nn.attention).current_flash_attention_impl()
 
 
