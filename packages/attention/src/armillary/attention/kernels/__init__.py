@@ -8,7 +8,7 @@ efficiency   published speed
 choice       the list of kernels and the choice
 flash        base of the FlashAttention kernels for CUDA
 windows      a tile's band as FlashAttention's window
-top_left     base of kernels that only support full rectangles and causal squares
+top_left     base of kernels that only support full rectangles and masks that are causal from the top left
 packing      small tiles in one call with variable lengths
 batched      small tiles of one shape in one call, as rows of a batch
 """

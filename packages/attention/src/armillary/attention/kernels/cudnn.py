@@ -29,8 +29,8 @@ cuDNN on Hopper and Blackwell (`check_prefer_cudnn_attention` in its sdp_utils.c
 MIN_PACKED_VERSION = 92400
 """First version (9.24) whose packed sequences may have 128 tokens or fewer, as in torch 2.15's `varlen_attn`."""
 DENSE = Dense()
-"""Computes tiles of a single query or key, for which torch does not call cuDNN (`check_cudnn_tensor_shapes`,
-`check_cudnn_sdpa_decode`)."""
+"""Computes tiles of a single key, which torch does not pass to cuDNN (`check_cudnn_tensor_shapes`), and of a single
+query, which it refuses with some versions of cuDNN (`check_cudnn_sdpa_decode`)."""
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ class HeadDims:
         wrong_dims = qk % self.multiple or v % self.multiple
         if (qk, v) in self.exceptions or not (too_large or wrong_dims or (self.equal and qk != v)):
             return None
-        words = ["one head dim for q, k and v" if self.equal else "head dims"]
-        words += [f"at most {self.largest}"] if self.largest else []
-        words += [f"a multiple of {self.multiple}"] if self.multiple > 1 else []
+        words, each = (["one head dim for q, k and v"], "") if self.equal else (["head dims"], "each ")
+        words += [f"{each}at most {self.largest}"] if self.largest else []
+        words += [f"{each}a multiple of {self.multiple}"] if self.multiple > 1 else []
         exceptions = "".join(f", or {a} and {b}" for a, b in self.exceptions)
         return f"needs {', '.join(words)}{exceptions}, not {qk} and {v}"
 

@@ -68,7 +68,7 @@ def cut_band(tile: Tile) -> tuple[Tile, ...]:
         return _cut_strip(tile, low, high)
     if high:  # row 0 sees columns 0 .. high: all rows see the columns before `high`, the rest is causal
         return _split_columns(tile, tile.k0 + high)
-    # The last row, T - 1, sees columns from T - 1 + low on: all rows see the columns after it.
+    # The last row, T - 1, sees columns from T - 1 + low on: all rows see columns from T + low on.
     if low is not None and low != tile.k1 - tile.k0 - (tile.q1 - tile.q0):
         return _split_columns(tile, tile.k0 + tile.q1 - tile.q0 + low)
     return (tile,)
