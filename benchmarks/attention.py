@@ -53,7 +53,7 @@ def contender(name: str, ranks: int) -> Method:
 
 
 def turn_of(attend: Method, tokens: int, mask: AttentionMask = MASK) -> Turn:
-    """A call of forward and backward of this rank's zigzag shard."""
+    """A turn: forward and backward of this rank's zigzag shard."""
     layout = attend.layout(tokens)
     q, k, v, dout = inputs(layout.sizes[attend.shard])
 
@@ -90,7 +90,7 @@ def torch_ring(ranks: int, tokens: int) -> Turn:
 
 
 def kernels_alone(ranks: int, tokens: int) -> Turn:
-    """A call of all kernel calls of a ring on this rank, without exchanges, merges or autograd."""
+    """A turn: all kernel calls of a ring on this rank, without exchanges, merges or autograd."""
     layout = contender("ring", ranks).layout(tokens)
     rank = dist.get_rank()
     q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs(layout.sizes[rank]))

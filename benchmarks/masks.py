@@ -118,12 +118,9 @@ def main() -> None:
         row = tenth(options.masks // 10, layout, options, generator)
         rows.append({"masks": (i + 1) * (options.masks // 10)} | row)
         print(f"{rows[-1]}", file=sys.stderr)
-    of, over = (
-        f"{options.masks:,} new masks of {options.documents:,} parts ({options.kind})",
-        f"{options.tokens:,} tokens",
-    )
+    subject = f"{options.masks:,} new masks of {options.documents:,} parts ({options.kind})"
     name = "masks" if options.kind == "documents" else f"masks-{options.kind}"
-    print(report.write(name, f"{of} over {over} on {options.ranks} ranks", rows))
+    print(report.write(name, f"{subject} over {options.tokens:,} tokens on {options.ranks} ranks", rows))
 
 
 if __name__ == "__main__":

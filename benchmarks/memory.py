@@ -105,7 +105,7 @@ def wallfacer() -> list[Row]:
                 "paper": 65 + 3 * team,
                 "checkpoints": memory.checkpoints,
                 "gradient": 1,
-                "q, k, v at hand": memory.qkv,
+                "q, k, v": memory.qkv,
                 "sum": memory.checkpoints + 1 + memory.qkv,
                 "all activations": memory.activations + 1,
             }

@@ -146,7 +146,8 @@ class SegmentTable:
         """
         first, last = (int(x) for x in np.searchsorted(self._ends, [start, stop], "right"))
         if first == last or self._ends[last - 1] != stop:
-            raise DamagedInput(f"{self.name}: no segments end at tokens {start} to {stop}; prepare the store again")
+            tokens = f"tokens {start} to {stop - 1}"
+            raise DamagedInput(f"{self.name}: no segment ends with the document of {tokens}; prepare the store again")
         rows, ends = self.table[first:last], self._ends[first:last] - start
         starts = np.concatenate([[0], ends[:-1]])
         parents = tuple(rows["parent"].tolist())

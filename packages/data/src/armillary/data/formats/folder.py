@@ -216,7 +216,7 @@ def _check_sizes(folder: Path, header: Header) -> None:
 
 
 def check_size(path: Path, size: int, expected: int, source: str) -> None:
-    """Raises ValueError unless a file has the size that its "header" or "index", given by `source`, records."""
+    """Raises ValueError unless a file has the size that `source`, its "header" or its "index", records."""
     if size < expected:
         raise ValueError(f"{path} is cut off at byte {size}; its {source} says {expected} bytes")
     if size > expected:

@@ -75,7 +75,7 @@ def plot_layouts(row: PackedRow, shards: int, token_bytes: int, path: Path) -> N
         axes.set_xlim(0, length)
         axes.set_ylim(len(names) - 0.5, -0.5)
         axes.set_yticks(range(len(names)), names)
-        axes.set_xlabel(f"position; lines end documents; a color for each of {shards} shards")
+        axes.set_xlabel(f"position; black lines end documents; a color for each of {shards} shards")
         sent_mib = [measured[name].sent_bytes / 2**20 for name in names]
         pairs = [measured[name].pairs for name in names]
         for panel, values, label, text in (

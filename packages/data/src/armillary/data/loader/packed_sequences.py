@@ -31,8 +31,9 @@ class PackedSequences(Batches):
     rank holds which token.
 
     A rank reads each token of its shard once, in the store's dtype, and in each span one more token: the label of the
-    span's last token. In spans with a step it reads the labels separately, so it reads twice as many bytes. No
-    communication. A packed epoch takes 24 bytes of memory per piece of a document and 16 per row; two are kept.
+    span's last token (of trees also one or two more for each segment). In spans with a step it reads the labels
+    separately, so it reads twice as many bytes. No communication. The loader takes 16 bytes of memory per document, and
+    a packed epoch 24 per piece of a document and 16 per row; two epochs are kept.
 
     If any store has trees, labels are `LabelTriples` in all batches (weight 1 in plain documents), and positions in
     rows of trees count along the path from the root. A tree longer than a row is split into several trees with as many

@@ -69,7 +69,7 @@ class Part:
         return cls(np.concatenate(tokens), np.concatenate(lengths), np.concatenate(hashes), all_segments)
 
     def shifted_segments(self, offset: int) -> SegmentArray:
-        """Returns the segments, for `offset` tokens that precede the part: the ends count from the first of these."""
+        """Returns the segments of a part that follows `offset` tokens: their ends, increased by `offset`."""
         assert self.segments is not None
         segments = self.segments.copy()
         segments["end"] += offset

@@ -16,8 +16,8 @@ TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Variables of a template that are names of special tokens, as entries of a tokenizer_config.json."""
 STORE_NAMES = "chat_template_tokens"
-"""Entry of a store's tokenizer_config.json for these names: its entry "eos_token" is the end of document, which may be
-another token than the template's."""
+"""Entry of a store's tokenizer_config.json with these names. Its entry "eos_token" is the end of document, which may be
+another token than the template's `eos_token`."""
 ASSISTANT = "assistant"
 
 
