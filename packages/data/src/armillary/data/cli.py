@@ -81,7 +81,7 @@ class Info:
     Args:
         store: a folder of `armillary-data prepare`, Megatron's .bin and .idx, or a saved Hugging Face dataset.
         plot: write the histogram of lengths to this PNG.
-        verify: read all bytes and compare checksums.
+        verify: read all bytes of a store of `armillary-data prepare` and compare checksums.
         json: print JSON.
         column: column of tokens in a saved dataset.
     """

@@ -22,7 +22,7 @@ SEGMENT = np.dtype([("end", "<i8"), ("parent", "<i4"), ("trained", "<i4"), ("wei
 - end: its last token + 1, counted over all tokens of the store;
 - parent: the number of its parent segment within the tree, or -1;
 - trained: 1 if its tokens are labels, else 0;
-- weight: the weight of the sequence that ends with it; 0 if other segments follow it."""
+- weight: the weight of the sequence that ends with it; 0 if it has children."""
 SegmentArray = npt.NDArray[np.void]
 
 
@@ -34,7 +34,7 @@ class SegmentTree:
         starts, lengths: int64 [S], first token of each segment in its document, and its number of tokens.
         parents: the parent of each segment, or -1.
         trained: bool [S], true if the tokens of the segment are labels.
-        weights: float64 [S], weight of the sequence that ends with the segment; 0 if other segments follow it.
+        weights: float64 [S], weight of the sequence that ends with the segment; 0 if it has children.
     """
 
     starts: Index

@@ -19,7 +19,7 @@ LABELS = {
     "unshared_tokens": "tokens if unshared",
     "stored_percent": "% of these stored",
 }
-"""Labels of statistics whose names have no unit."""
+"""Labels of statistics that differ from their names."""
 
 
 def print_omissions(header: Header) -> None:
