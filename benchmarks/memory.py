@@ -9,7 +9,7 @@ Needs no GPU. Figures are bytes of live tensors on rank 0 of a fake process grou
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -220,7 +220,7 @@ def main() -> None:
         "node": ("Longest sequences, LLaMA-3-8B on 8 H100", lambda: longest(NODE, console), []),
         "models": ("Longest sequences, other models and machines", lambda: longest(PLANS["models"], console), []),
     }
-    parser = ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
         "--only", nargs="+", choices=list(all_parts), default=[name for name in all_parts if name != "node"]
     )

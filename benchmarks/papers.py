@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +28,7 @@ PARTS: dict[str, Callable[[], list[Paper]]] = {
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__)
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=list(PARTS), default="all", help="bytes: only bytes that methods send")
     parser.add_argument("--out", type=Path, default=report.RESULTS, help="folder of the report")
     options = parser.parse_args()
