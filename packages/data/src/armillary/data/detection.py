@@ -68,11 +68,7 @@ def read_tokenizer(path: Path | None, begin_of_document: str | None = None) -> T
 
 
 def tokenizer_of(path: Path, begin_of_document: str | None = None) -> TwoWayTokenizer | None:
-    """Returns the tokenizer of a store, or a `ByteTokenizer` for text; None for files that name none, or no files.
-
-    Raises:
-        ValueError: the files of the store or of its tokenizer cannot be read.
-    """
+    """Returns the tokenizer of a store, or a `ByteTokenizer` for text; None for files that name none, or no files."""
     if is_folder(path):
         if has_tokenizer(path):
             return read_tokenizer(path, begin_of_document)
