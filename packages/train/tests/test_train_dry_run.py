@@ -127,6 +127,13 @@ def test_tensor_parallelism_divides_hidden_states_by_tokens():
     assert (shapes["tokens"], shapes["hidden"]) == ((4, 511), (4, 256, 128))
 
 
+def test_attention_has_the_tokens_of_unequal_shards():
+    config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=5, ulysses=3))
+    shapes = dry_run(config).shapes
+    assert shapes["tokens"] == (4, 69)  # the next two ranks have 68
+    assert shapes["queries in attention"][1] == shapes["keys in attention"][1] == 69 + 68 + 68
+
+
 def test_shapes_are_those_of_a_micro_batch():
     config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=2, ulysses=1))
     micro_batches = replace(

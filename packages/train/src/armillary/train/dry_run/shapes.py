@@ -39,7 +39,8 @@ def micro_batch_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a micro-batch's tensors on rank 0, and of q and k of one attention kernel call."""
     rows, tp, ulysses = config.rows_per_batch, axes["tp"], axes["ulysses"]
-    tokens = attention.layout(config.data.sequence_length).sizes[attention.shard]
+    layout = attention.layout(config.data.sequence_length)
+    tokens = layout.sizes[attention.shard]
     shapes = {
         "tokens": (rows, tokens),
         "hidden": (rows, -(-tokens // tp), model.dim),  # between blocks, rank 0 of tp has every tp-th token
@@ -49,8 +50,9 @@ def micro_batch_shapes(
     # Ulysses and UPipe attend with more tokens and fewer heads. `head_stages` knows no tensor parallelism.
     if tp == 1 and ulysses > 1:
         stage = head_stages(model.heads, model.kv_heads, ulysses, getattr(attention, "heads_per_stage", None))
-        shapes["queries in attention"] = (rows, tokens * ulysses, stage.queries, model.head_dim)
-        shapes["keys in attention"] = (rows, tokens * ulysses, stage.keys, model.head_dim)
+        attended_tokens = layout.coarsen(ulysses).sizes[attention.shard // ulysses]  # shards may have unequal sizes
+        shapes["queries in attention"] = (rows, attended_tokens, stage.queries, model.head_dim)
+        shapes["keys in attention"] = (rows, attended_tokens, stage.keys, model.head_dim)
     return shapes
 
 
