@@ -67,7 +67,8 @@ def choose_axes(config: Config, world: int) -> dict[str, int]:
 def mesh_axes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
     """Returns the axes of the mesh: `axes`, with `ring` split into `nodes` and `devices` if the method uses these.
 
-    By default a node has as many ranks as this machine.
+    By default a node has as many ranks as this machine. If that would make one node, or nodes of one device, the ring
+    has the fewest nodes above 1.
 
     Raises:
         ValueError: `--parallel.nodes` does not divide the ring, or the method has no such axis.

@@ -89,7 +89,7 @@ class ParallelConfig:
     placement: Literal["collect_intra", "p2p_intra"] = "collect_intra"
     """wallfacer: neighbouring ranks are a team (collect_intra), or a ring (p2p_intra)."""
     nodes: CountOrNone = None
-    """ring+ring, ring+token_ring: number of nodes of the ring; by default the run's."""
+    """ring+ring, ring+token_ring: nodes of the ring; by default the run's, on one node the smallest divisor above 1."""
     kernel: str | None = None
     """Attention kernel: cudnn, flash_attn_2 to 4, cuda_flash, efficient, cpu_flash or dense; by default the fastest."""
     zero_stage: Literal[1, 2, 3] = 3
@@ -111,7 +111,7 @@ class DataConfig:
     sequence_length: Count = 1024
     """Tokens of a sequence (N), over all context-parallel ranks."""
     global_batch_size: Count = 4
-    """Sequences of a step, over all ranks and --train.accumulation; a multiple of replicate x shard."""
+    """Sequences of a step, over all ranks and micro-batches; a multiple of replicate x shard x accumulation."""
     packing: Literal["greedy", "best_fit", "one_per_row"] = "greedy"
     """greedy concatenates and cuts documents; best_fit cuts only those above a sequence; one_per_row truncates."""
     documents: bool = False
