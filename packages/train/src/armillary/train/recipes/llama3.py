@@ -47,8 +47,9 @@ def llama3_8b_128k() -> Config:
 def llama3_8b_1m() -> Config:
     """LLaMA-3-8B at 1,048,576 tokens on 8 x H100 80 GB: UPipe (arXiv 2602.21196), attention's results kept on the host.
 
-    At this length attention is nearly all of the work, so backward does not recompute it. 25 of 74 GiB a device and 65
-    of 221 GiB of the host. RoPE is LLaMA 3's: its slowest pair turns once in 2.6 million positions.
+    At this length attention is nearly all of the work, so backward does not recompute it. A rank takes 25 of 74 GiB
+    of its device and 65 of its 221 GiB of the host. RoPE is LLaMA 3's: its slowest pair turns once in 2.6 million
+    positions.
     """
     return long_run(
         LLAMA3_8B,
@@ -61,9 +62,9 @@ def llama3_8b_1m() -> Config:
 def llama3_8b_5m() -> Config:
     """LLaMA-3-8B at 5,242,880 tokens on 8 x H100 80 GB: UPipe, blocks' inputs and the optimizer on the host.
 
-    41 of 74 GiB a device and 171 of 221 GiB of the host, which has no room for attention's outputs: backward
-    recomputes them. A step takes about two hours. Theta is 5 million, so that RoPE's slowest pair turns once in 25
-    million positions; it is not tuned.
+    A rank takes 41 of 74 GiB of its device and 171 of its 221 GiB of the host, which has no room for attention's
+    outputs: backward recomputes them. A step takes about two hours. Theta is 5 million, so that RoPE's slowest pair
+    turns once in 25 million positions; it is not tuned.
     """
     return long_run(
         replace(LLAMA3_8B, rope_theta=5_000_000.0),
@@ -78,8 +79,8 @@ def llama3_8b_5m() -> Config:
 def llama3_70b_128k() -> Config:
     """LLaMA-3.1-70B at 131,072 tokens on 4 nodes of 8 x H100 80 GB: a sequence for each node, Ulysses within.
 
-    Nodes exchange only parameters and gradients. 54 of 74 GiB a device and 40 of 221 GiB of the host, which keeps
-    attention's outputs.
+    Nodes exchange only parameters and gradients. A rank takes 54 of 74 GiB of its device and 40 of its 221 GiB of
+    the host, which keeps attention's outputs.
     """
     return long_run(
         scale_rope(LLAMA3_70B),
