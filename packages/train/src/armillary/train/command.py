@@ -132,7 +132,7 @@ def find_recipe(name: str) -> Callable[[], object]:
 
 @contextmanager
 def recipe_errors(recipe: str) -> Generator[None]:
-    """Turns any exception of a recipe into a ValueError, with file and line unless a module is missing."""
+    """Turns any exception of a recipe into a ValueError, with type and `location_of` unless a module is missing."""
     try:
         yield
     except Exception as error:
