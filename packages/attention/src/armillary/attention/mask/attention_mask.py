@@ -71,7 +71,7 @@ class AttentionMask:
     numbers: ClassVar[Tensor | None] = None
     """Documents and pattern encoded as int64 [n] on the CPU; None without either.
 
-    A compiled graph gets them as an input tensor, so that one graph serves all masks.
+    A compiled graph gets them as an input tensor, so that other documents and patterns need no new graph.
     """
 
     def __init__(

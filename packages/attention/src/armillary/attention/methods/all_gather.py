@@ -65,7 +65,7 @@ class AllGatherKV(Method):
         return k, v
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
-        """Computes the tiles of calls with `spec`, on `rows` rows of the batch, ahead of these."""
+        """Computes the tiles of calls with `spec` on `rows` rows of the batch, before they run."""
         self._one_shard_spec(spec).plan_block(rows, self.axis.rank, 0)
 
     def _block(self, spec: AttentionSpec) -> BlockAttention:

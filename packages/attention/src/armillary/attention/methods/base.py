@@ -164,7 +164,7 @@ class Method(AttentionMethod):
     ) -> Tensor:
         """Returns self-attention from hidden states, equal to a call on the projected q, k and v.
 
-        Ulysses and WallFacer send queries while keys and values are projected.
+        In eager mode Ulysses and WallFacer send queries while keys and values are projected.
 
         Args:
             x: [B, T, E], this rank's tokens; or a DTensor [B, N, E], see `call/dtensors.py`.

@@ -21,7 +21,7 @@ class Local(Method):
     sequence_shards = 1
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
-        """Computes the tiles of calls with `spec`, on `rows` rows of the batch, ahead of these."""
+        """Computes the tiles of calls with `spec` on `rows` rows of the batch, before they run."""
         spec.plan_block(rows, 0, 0)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:

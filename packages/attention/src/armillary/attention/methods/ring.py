@@ -147,7 +147,7 @@ class Ring(Method):
         return "both" if self.backward_side == "queries" else "queries"
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
-        """Computes the tiles and sends of calls with `spec` ahead of these. With an inner method it computes nothing.
+        """Computes the tiles and sends of calls with `spec` before they run. With an inner method it computes nothing.
 
         Args:
             previous: the spec of an earlier call.

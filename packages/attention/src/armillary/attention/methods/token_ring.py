@@ -96,7 +96,7 @@ class TokenRing(Method):
         return pass_queries_backward(dout, saved, self.rotation(spec), DirectReduce, block)
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
-        """Computes the tiles and sends of calls with `spec`, on `rows` rows of the batch, ahead of these."""
+        """Computes the tiles and sends of calls with `spec` on `rows` rows of the batch, before they run."""
         ring = self.rotation(spec)
         # A direct step has the queries of a step whose results return directly to their owner.
         for step, direct_step in zip(ring.steps, ring.direct_steps, strict=True):

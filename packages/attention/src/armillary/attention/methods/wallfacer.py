@@ -168,7 +168,7 @@ class WallFacer(Method):
         return lambda: tuple(transfer.wait() for transfer in pending)
 
     def _place_keys(self, k: Tensor, v: Tensor, spec: AttentionSpec) -> Tensors:
-        """Returns k, v [B, C S, K, D] of the team whose keys this rank has at the ring's first step (steps 1, 2)."""
+        """Returns k and v, C S tokens, of the team whose keys this rank has at the ring's first step (steps 1, 2)."""
         teams = self.teams
         source_team, source_member = teams.key_source(self.team_index, self.member)
         source_sizes = self._sizes(spec.key_layout, source_team)
@@ -187,10 +187,10 @@ class WallFacer(Method):
         return [torch.cat(x, dim=1) for x in zip(*self._exchange(send, receive), strict=True)]
 
     def _return_key_grads(self, grads: Tensors, spec: AttentionSpec) -> Tensors:
-        """Returns dk, dv [B, T, K, D] of this rank's own keys, summed over all ranks: `_place_keys` in reverse.
+        """Returns dk and dv of this rank's own S tokens, summed over all ranks: `_place_keys` in reverse.
 
         Args:
-            grads: dk and dv [B, C S, K, D] of the keys that `_place_keys` returned.
+            grads: dk and dv of the C S tokens that `_place_keys` returned.
         """
         teams = self.teams
         source_team, source_member = teams.key_source(self.team_index, self.member)

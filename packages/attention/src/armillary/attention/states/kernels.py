@@ -15,8 +15,8 @@ from armillary.attention.kernels.installed import is_installed
 from armillary.attention.states.chunks import ChunkMaps, Operands, StateKernel, TorchChunks
 
 SMALLEST_LOG_DECAY = -100.0
-"""Replaces lower values, because these kernels subtract logarithms: -inf + inf is NaN. exp(-100) is below the normal
-numbers of float32."""
+"""Replaces lower values for "fla", which subtracts logarithms: -inf + inf is NaN. exp(-100) is below the normal numbers
+of float32."""
 
 
 class FlashLinearAttention:
