@@ -20,8 +20,8 @@ def rotation_steps(
     returned: Payload | None = None,
     return_sends: TokenSends | None = None,
 ) -> Steps:
-    """Returns the R steps of rings. At each step every rank computes a block with its rotating shard, and sends the shard
-    on, except at the last step.
+    """Returns the R steps of rings. At each step every rank computes a block with its rotating shard, and sends the
+    shard on, except at the last step.
 
     Args:
         work: the call; the rings' shards are those of its layouts.

@@ -51,7 +51,7 @@ def state_comm_plan(
         element_size: bytes of an element of a state: 4, or 8 in float64.
 
     Raises:
-        ValueError: an unknown layer; a mask that layers with a state do not take.
+        ValueError: an unknown layer; a mask that layers with a state do not take, or for another number of rows.
     """
     elements = gathered_elements(
         layer, layout, heads=heads, key_dim=key_dim, value_dim=value_dim, batch=batch, mask=mask
@@ -81,7 +81,7 @@ def gathered_elements(
     """
     layers: tuple[StateLayer, ...] = ("gated_delta_rule", "ssd")
     check_choice("layer", layer, layers)
-    rows = segments_of(layout.length, mask=mask)
+    rows = _segments(layout, mask, batch)
     if layout.shards == 1:
         return [0]
     state_counts, map_counts = exchange_counts(layout, rows * (batch // len(rows)))
@@ -106,8 +106,11 @@ def halo_comm_plan(
     Args:
         channels: C.
         dtype: dtype of the tokens.
+
+    Raises:
+        ValueError: a mask that layers with a state do not take, or for another number of rows.
     """
-    rows = segments_of(layout.length, mask=mask)
+    rows = _segments(layout, mask, batch)
     counts = _halo_tokens(layout, rows, left)
     elements = channels * (batch // len(rows))  # all rows of the batch may share one row of segments
     forward_move = _all_to_all(counts, elements * dtype.itemsize)
@@ -129,6 +132,14 @@ def relayout_comm_plan(source: SequenceLayout, target: SequenceLayout, token_byt
     counts = _token_counts(source, target)
     forward_move, backward_move = (_all_to_all(matrix, token_bytes) for matrix in (counts, counts.T))
     return CommPlan(steps(forward_move), steps(backward_move))
+
+
+def _segments(layout: SequenceLayout, mask: AttentionMask | None, batch: int) -> tuple[Segments, ...]:
+    """Returns the segments of each batch row, or a single entry for all rows. Raises ValueError for other numbers."""
+    rows = segments_of(layout.length, mask=mask)
+    if len(rows) not in (1, batch):
+        raise ValueError(f"mask has segments of {len(rows)} rows; the batch has {batch}")
+    return rows
 
 
 def _token_counts(source: SequenceLayout, target: SequenceLayout) -> np.ndarray:
