@@ -48,7 +48,7 @@ class StateConfig:
         return self.heads * self.value_dim
 
     def parameters(self, mixer: Mixer, dim: int) -> int:
-        """Number of parameters of a mixer on a residual stream of width `dim` (`StateMixer`)."""
+        """Number of parameters of a mixer with a state (`StateMixer`) on a residual stream of width `dim`."""
         channels = 2 * self.keys + self.values  # of q, k and v
         projections = dim * (channels + 2 * self.values + self.heads)  # to q, k, v; z and o; a
         shared = projections + channels * self.conv_width + 2 * self.heads  # convolutions; A_log and dt_bias

@@ -41,7 +41,7 @@ class Sampling:
             raise ValueError(f"top_p={self.top_p}: it must be above 0 and at most 1")
 
     def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """Returns a token [B n] for each row of the logits [B n, V].
+        """Returns the next token of each row, logits [B n, V] -> [B n].
 
         Args:
             generators: one for each of the n completions of a prompt. Row b n + j is drawn with the j-th one.
@@ -56,7 +56,7 @@ class Sampling:
         return torch.cat(drawn, 1).flatten()
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """Returns the probability of each token, [B, V] -> [B, V], in float32 or wider, at a temperature above 0."""
+        """Returns each token's probability, logits [B, V] -> [B, V], in float32 or wider. Not for temperature 0."""
         # Sorted, the most likely token first. Its logit is subtracted, so that a tiny temperature does not overflow.
         scores, order = logits.to(accumulation_dtype(logits.dtype)).sort(dim=-1, descending=True, stable=True)
         scores = (scores - scores[:, :1]) / self.temperature

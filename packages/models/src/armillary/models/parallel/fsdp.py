@@ -102,4 +102,4 @@ def units(model: Llama | GPT) -> Iterator[tuple[nn.Module, bool]]:
     if isinstance(model, Llama) and model.lm_head is not None:
         yield model.model.embed_tokens, False
         yield model.lm_head, True  # its backward comes right after its forward
-    yield model, True  # the final norm and tied weights, which are used last in forward and first in backward
+    yield model, True  # among others the final norm and tied weights, used last in forward and first in backward
