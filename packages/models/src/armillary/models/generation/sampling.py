@@ -32,9 +32,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(
-                f"temperature={self.temperature}: it must be at least 0, and 0 takes the most likely token"
-            )
+            raise ValueError(f"temperature={self.temperature}: it must be finite and at least 0 (most likely token)")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: it must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:

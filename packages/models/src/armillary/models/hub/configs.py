@@ -169,7 +169,8 @@ def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int 
     """Returns the window, or None, and the first layer that has it.
 
     Raises:
-        ValueError: a field has another type, or a layer without the window comes after a layer with it.
+        ValueError: a field has another type, `layer_types` are not of all layers, a layer without the window comes
+            after a layer with it, or a layer asks for a window and the file has none.
     """
     window, first_layer = None, 0
     if kind == "mistral" or (kind != "llama" and fields.get("use_sliding_window")):

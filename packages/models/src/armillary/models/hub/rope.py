@@ -36,8 +36,9 @@ def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
     kind = options.pop("rope_type", legacy_type)
     if not isinstance(kind, str) or kind not in ("default", *SCALINGS):
         raise ValueError(f"{source}={rope}; rope_type must be default, {' or '.join(SCALINGS)}")
-    if options.pop("partial_rotary_factor", 1) != 1 or fields.get("partial_rotary_factor", 1) not in (None, 1):
-        raise ValueError(f"{source}={rope}; partial_rotary_factor must be 1: heads are rotated as a whole")
+    for factor in (options.pop("partial_rotary_factor", None), fields.get("partial_rotary_factor")):
+        if factor not in (None, 1):
+            raise ValueError(f"partial_rotary_factor={factor!r} must be 1: heads are rotated as a whole")
     names = [] if kind == "default" else [field.name for field in fields_of(SCALINGS[kind])]
     if unknown := sorted(options.keys() - {*names}):
         raise ValueError(f"{source}={rope}; with rope_type {kind!r}, {', '.join(unknown)} is not supported")
