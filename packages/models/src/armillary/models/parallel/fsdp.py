@@ -36,7 +36,8 @@ def shard_parameters(
         cpu_offload: True keeps parameters, gradients and optimizer state in the host's memory.
         zero_stage: 3 frees a block's gathered parameters after its forward, and gathers them again in backward. 2 keeps
             them from forward to backward. Both shard gradients and optimizer state. 1 shards only optimizer state: call
-            `begin_micro_batch` before each micro-batch of a step. Without these calls, 1 is the same as 2.
+            `armillary.models.parallel.begin_micro_batch` before each micro-batch of a step. Without these calls, 1 is
+            the same as 2.
 
     Raises:
         ValueError: the mesh has none of the sharding axes.
