@@ -228,6 +228,9 @@ def test_losses_refuse():
     logprobs, _, reference, _, sequences, advantages = values()
     with pytest.raises(ValueError, match="pairs"):
         dpo_loss(logprobs, reference, sequences, torch.zeros(0, 2, dtype=torch.long))
+    for wrong in (torch.tensor([[0, -1]]), torch.tensor([[False, True]])):
+        with pytest.raises(ValueError, match="pairs"):
+            dpo_loss(logprobs, reference, sequences, wrong)
     with pytest.raises(ValueError, match="reference_logprobs"):
         dpo_loss(logprobs, reference[:1], sequences, pairs())
     with pytest.raises(ValueError, match="reference_logprobs"):

@@ -587,6 +587,15 @@ def test_models_that_mix_tokens_outside_of_attention_are_refused_by_name(family)
         auto_class.from_config(config, attn_implementation="armillary")
 
 
+@pytest.mark.parametrize("family", ["Falcon", "GPTJ", "Bloom", "xLSTM"])
+def test_prepare_refuses_models_whose_attention_cannot_be_set(family):
+    config = getattr(transformers, f"{family}Config")()
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=f"{family}.*(state along the sequence|layers of kind|attention itself)"):
+        ContextParallel(Local()).prepare(model)
+
+
 @pytest.mark.parametrize("mixer", [torch.nn.Conv1d(32, 32, 3, padding=2), torch.nn.LSTM(32, 32)])
 def test_modules_that_mix_tokens_are_refused_with_any_config(mixer):
     register_transformers(Local())

@@ -55,6 +55,7 @@ def draw_mask(
         ImportError: matplotlib is not installed.
         ValueError: the mask or the layout has another length, the method is unknown or does not fit the layout, the
             suffix of `path` is none of `FORMATS`, or `path` is a folder or in a folder that does not exist.
+        IndexError: the mask has no such row.
         OSError: the file cannot be written.
     """
     path = check_path(Path(path))

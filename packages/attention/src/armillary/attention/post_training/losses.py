@@ -66,13 +66,21 @@ def dpo_loss(
     Bytes sent: those of `segment_sum` of S sequences with 3 sums, and one more for each of `statistics`.
 
     Raises:
-        ValueError: tensors whose shapes do not match; `pairs` that are empty or no integers.
+        ValueError: tensors whose shapes do not match; `pairs` that are empty, negative or no integers.
         IndexError: a sequence beyond the last of `pairs`, on the CPU.
     """
-    if pairs.ndim != 2 or pairs.shape[1] != 2 or not len(pairs) or pairs.is_floating_point():
+    if (
+        pairs.ndim != 2
+        or pairs.shape[1] != 2
+        or not len(pairs)
+        or pairs.is_floating_point()
+        or pairs.dtype is torch.bool
+    ):
         raise ValueError(
             f"pairs must be integers [S / 2, 2], one pair at least; got {pairs.dtype} {tuple(pairs.shape)}"
         )
+    if (smallest := int(pairs.min())) < 0:
+        raise ValueError(f"pairs have index {smallest}; sequences are numbered from 0")
     token_statistics = dict(statistics or {})
     # Sums over each sequence, in columns: 0 tokens, 1 log pi, 2 log ref, 3 and on the statistics.
     columns = _columns(sequences, logprobs, reference_logprobs=reference_logprobs, **token_statistics)

@@ -67,7 +67,7 @@ def load_config(source: str) -> Any:
     elif source in transformers.CONFIG_MAPPING:
         try:
             config = transformers.CONFIG_MAPPING[source](**REQUIRED.get(source, {}))
-        except Exception as error:  # a model made of other models has no defaults
+        except Exception as error:  # a model made of other models may have no defaults
             raise ValueError(f"{source}: {' '.join(str(error).split())[:200]}") from error
     else:
         raise ValueError(f"{source!r} is neither a folder or config.json on this machine, nor a model type")

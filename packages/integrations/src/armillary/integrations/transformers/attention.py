@@ -26,7 +26,9 @@ from armillary.integrations.transformers.masks import rule_of
 from armillary.integrations.transformers.models import (
     ROUTER_LOSS_ERROR,
     check_layers,
+    check_model,
     check_modules,
+    methods_of,
     padding_idx_of,
     wrap_models,
 )
@@ -47,6 +49,10 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
     name = f"armillary-{type(cp.method).__name__.lower()}-{id(cp.method):x}"
     register_transformers(cp.method, name)
     model.set_attn_implementation(name)
+    # transformers only logs a warning for a model without the attention interface, and leaves it unchanged.
+    if not any(method is cp.method for method in methods_of(model.config)):
+        check_model(type(model), model.config)  # raises with the reason, if it knows one
+        raise ValueError(f"{type(model).__name__}: transformers cannot set its attention implementation")
     model.config.use_cache = False  # a shard has no keys of other ranks to cache
     cp.padding_idx = padding_idx_of(model)
 
@@ -96,7 +102,8 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
             output and other options that may change attention; several ranks without a layout; an attention_mask that
             hides tokens and was not given to `cp.shard`; position ids that are missing, do not fit the layout or are
             below the model's first position (`padding_idx` + 1); labels without shift_labels and num_items_in_batch, or
-            for a loss that the model computes itself or that does not predict the next token; output_router_logits.
+            for a loss that the model computes itself or that does not predict the next token; labels with
+            output_router_logits.
             Raised on every rank, except for arguments that are wrong on one rank only.
     """
     check_method(attend)
