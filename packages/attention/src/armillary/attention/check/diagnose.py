@@ -1,8 +1,8 @@
 """Diagnosis of wrong results: the mistake that a run's errors look like.
 
-Each mistake has a signature in the errors, and one rule that detects it. The docstring of a rule is the signature. If
-the measured numbers fit, the rule returns them as text, else None. Rules for gradients apply only if the logits are
-right, because wrong logits make every gradient wrong. P is the number of ranks.
+Each mistake has one or two signatures in the errors, and a rule that detects each. The docstring of a rule is the
+signature. If the measured numbers fit, the rule returns them as text, else None. Rules for gradients apply only if the
+logits are right, because wrong logits make every gradient wrong. P is the number of ranks.
 """
 
 from __future__ import annotations
