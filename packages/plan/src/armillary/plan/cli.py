@@ -39,7 +39,7 @@ commands:
   memory   peak memory of a training step on one rank, and the longest sequence that fits
   run      memory and time of a run of the trainer, by its own flags
   bytes    bytes that attention methods send, forward and backward, at any number of ranks
-  steps    a method step by step, as a page or a picture: sends between ranks, and the tiles that they compute
+  steps    a method step by step, as a page or a picture: sends between ranks, and the blocks that they compute
 
 None needs a GPU. armillary-plan COMMAND --help lists the options.
 Exit codes: 0; 1 if the model or the sequence does not fit into memory; 2 for wrong arguments."""

@@ -81,7 +81,7 @@ class BytesOptions:
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 64
     ulysses: CountOrNone = None
     """Ranks on the head axis, for methods on both axes such as usp; by default the largest number up to 8 that divides
-    the ranks and the heads."""
+    the ranks, H and K."""
     attention: tuple[str, ...] = ()
     """Methods, named as for --parallel.attention; by default usp and all methods on one axis that the heads allow."""
     team: tuple[Count, ...] = ()
@@ -288,7 +288,7 @@ def show(options: BytesOptions, results: Sequence[MethodBytes]) -> None:
     print(f"N {amount(options, 'tokens'):,}, {heads}, B {options.rows}, {options.dtype}, {mask}, {ranks}")
     for name in () if options.attention else methods_without_plan("comm_plan"):
         print(f"skipped: {name} has no comm_plan")
-    print("sent by one rank in one call of attention; paper: WallFacer's count, with one send per rank\n")
+    print("sent by one rank in one call of attention; paper: by WallFacer's formulas, with one more send\n")
     print_table(COLUMNS, map(cells, results))
 
 

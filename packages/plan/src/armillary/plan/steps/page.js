@@ -86,8 +86,8 @@ const KEYS = {
 
 document.addEventListener("keydown", (event) => {
   // A button handles Space itself, and the slider all other keys.
-  const taken = event.key === " " ? event.target.tagName === "BUTTON" : event.target === slider;
-  if (taken || event.ctrlKey || event.metaKey || event.altKey || !(event.key in KEYS)) return;
+  const elementHandlesKey = event.key === " " ? event.target.tagName === "BUTTON" : event.target === slider;
+  if (elementHandlesKey || event.ctrlKey || event.metaKey || event.altKey || !(event.key in KEYS)) return;
   event.preventDefault();
   KEYS[event.key]();
 });

@@ -96,12 +96,13 @@ class Peaks:
         step, model = self.step, self.step.model
         last = i == model.layers - 1
         previous_unit = step.at(i - 1).model.block if i else model.table  # the FSDP unit before block 0: the embedding
-        reducing = FLOAT32_BYTES * (model.head if last else step.at(i + 1).model.block)
-        reduced = self.shard(model.head + step.parameters(range(i + 1, model.layers)))
+        reducing_bytes = FLOAT32_BYTES * (model.head if last else step.at(i + 1).model.block)
+        reduced_bytes = self.shard(model.head + step.parameters(range(i + 1, model.layers)))
         # A tied table has its gradient from the head already, and keeps it until the embedding adds the other part.
-        tied = step.e * model.vocabulary * model.dim if model.tied else 0
-        gathered = self.kept_gathered(i + 1) or step.e * (step.at(i).model.block + previous_unit)
-        memory = CategoryBytes(parameters=self.gathered_parameters(gathered), gradients=reducing + reduced + tied)
+        tied_bytes = step.e * model.vocabulary * model.dim if model.tied else 0
+        gathered_bytes = self.kept_gathered(i + 1) or step.e * (step.at(i).model.block + previous_unit)
+        gradient_bytes = reducing_bytes + reduced_bytes + tied_bytes
+        memory = CategoryBytes(parameters=self.gathered_parameters(gathered_bytes), gradients=gradient_bytes)
         return self.baseline(i + 1) + memory
 
     # -- tensors stored for backward ----------------------------------------------------------------------------------
@@ -117,10 +118,11 @@ class Peaks:
         """
         step = self.step
         if step.checkpointing.policy == "none":
-            saved = CategoryBytes()
+            saved_tensors = CategoryBytes()
             for sizes, mixer_blocks in step.by_mixer([] if host else blocks):
-                saved += (self.saved_to_attention(sizes) + self.saved_after_attention(sizes)).times(len(mixer_blocks))
-            return saved
+                block_tensors = self.saved_to_attention(sizes) + self.saved_after_attention(sizes)
+                saved_tensors += block_tensors.times(len(mixer_blocks))
+            return saved_tensors
         keeps = [step.keeps[i] for i in blocks if step.keeps[i].host == host]
         return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attention_output for keep in keeps))
 
@@ -141,9 +143,9 @@ class Peaks:
         """Checkpoints that `blocks` store when their segment is recomputed; the last block of a segment needs none."""
         step, keeps = self.step, self.step.keeps
         # Block i is not the last of its segment if the next block does not keep its input.
-        recomputed = [i for i in blocks if i + 1 < len(keeps) and not keeps[i + 1].x and keeps[i].host == host]
-        without_output = sum(not keeps[i].attention_output for i in recomputed if step.at(i).mixer == "attention")
-        return self.checkpoints(sum(not keeps[i].x for i in recomputed), without_output)
+        storing_blocks = [i for i in blocks if i + 1 < len(keeps) and not keeps[i + 1].x and keeps[i].host == host]
+        without_output = sum(not keeps[i].attention_output for i in storing_blocks if step.at(i).mixer == "attention")
+        return self.checkpoints(sum(not keeps[i].x for i in storing_blocks), without_output)
 
     def checkpoints(self, inputs: int, outputs: int) -> CategoryBytes:
         """Bytes of checkpoints: of `inputs` block inputs, and of `outputs` attention outputs with their lse."""
@@ -278,8 +280,8 @@ class Peaks:
     def recomputed_output(self, i: int) -> CategoryBytes:
         """Bytes of out and lse of block i in its backward, if they are recomputed."""
         block = self.step.at(i)
-        recomputed = block.checkpointing.policy != "none" and not self.step.keeps[i].attention_output
-        return CategoryBytes(attention=block.out + block.lse if recomputed else 0)
+        is_recomputed = block.checkpointing.policy != "none" and not self.step.keeps[i].attention_output
+        return CategoryBytes(attention=block.out + block.lse if is_recomputed else 0)
 
     def backward_attention(self, i: int) -> CategoryBytes:
         """Memory of block i's backward at attention's peak: dx, dout, and gradients of the part after attention."""
