@@ -1,4 +1,4 @@
-"""A plain torch transformer on shards of sequences, with its parameters sharded by FSDP2, over ring x ulysses.
+"""A plain torch transformer over ring x ulysses: context-parallel by `parallelize_module`, parameters under FSDP2.
 
 torchrun --nproc-per-node 4 examples/context_parallel.py
 """

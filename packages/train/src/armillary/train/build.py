@@ -126,7 +126,7 @@ def shard_model(
 
     Args:
         sizes: sizes of the configured model, or of a smaller one, such as the tuner's single block.
-        config: its method, checkpointing, offload and compiler are applied to the model.
+        config: its sections `parallel` and `checkpointing`, and the optimizer's offload, are applied to the model.
         precision: dtype of forward and backward; parameters have its `accumulation_dtype`.
 
     Raises:

@@ -31,7 +31,7 @@ def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str]
     """Trains as `armillary-train` does with this configuration, from the newest checkpoint if there is one.
 
     Every rank must call it. If there is no default process group, it starts one (from torchrun's environment, or with
-    a single rank), and destroys the group at the end.
+    a single rank), and destroys it at the end, but not after an error.
 
     Args:
         watchdog: ends the process if a phase takes too long; by default `watchdog_of(config)`.

@@ -54,7 +54,7 @@ def check_data(config: Config) -> None:
 
 
 def check_parallel(config: Config) -> None:
-    """Checks the names of method and kernel, flags that exclude each other, and that a sequence fills its shards."""
+    """Checks the names of method and kernel, flags that exclude each other, and that each shard gets a token."""
     parallel, length = config.parallel, config.data.sequence_length
     named_method(parallel.attention, MethodOptions(nodes=parallel.nodes))
     check_kernel_name("--parallel.kernel", parallel.kernel)
