@@ -66,6 +66,11 @@ def test_right_models_pass(worlds, model_type, ring, ulysses):
     assert not report.notes
 
 
+@pytest.mark.parametrize("tokens", [2, 4, 5, 64])
+def test_documents_end_with_the_sequence(tokens):
+    assert document_boundaries(tokens)[-1] == tokens
+
+
 def outcome(worlds, *argv) -> int:
     with pytest.raises(SystemExit) as exit_:
         main(argv, worlds)

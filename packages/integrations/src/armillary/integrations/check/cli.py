@@ -152,7 +152,9 @@ def document_boundaries(tokens: int) -> tuple[int, ...]:
 
     In 64 tokens on 4 ranks, no boundary is one between shards.
     """
-    return tuple(sorted({0, tokens // 5 + 1, tokens // 2 + 3, tokens * 5 // 6, tokens * 5 // 6 + 1, tokens}))
+    return tuple(
+        sorted({0, tokens // 5 + 1, min(tokens // 2 + 3, tokens), tokens * 5 // 6, tokens * 5 // 6 + 1, tokens})
+    )
 
 
 def _import_function(name: str) -> Any:
