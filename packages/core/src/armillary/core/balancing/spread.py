@@ -4,7 +4,7 @@ In this module a document is a run of positions that sees nothing outside of it:
 a chunked mask, or the whole sequence. A rank's share is the mean over all ranks: of tokens, and of (query, key) pairs.
 A rank's load is its tokens and its pairs, both in shares; its room is 1 minus its load.
 
-1. A document of at most about one share of tokens and of pairs is not cut, so that nothing is sent for it.
+1. At first a document of at most about one share of tokens and of pairs is not cut, so that nothing is sent for it.
 2. A longer document is cut into pieces on consecutive ranks of the ring, so that its keys travel few hops. Sizes of
    pieces are in proportion to the room of their ranks.
 3. Each long document is then removed and assigned again, while all others stay, if loads become more even. Under a
