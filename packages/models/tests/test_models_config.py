@@ -60,6 +60,8 @@ def test_flops_count_only_visible_pairs():
     assert windowed.flops_per_token(10, rows) == pytest.approx(3 * (2 * WEIGHTS + keys * A_KEY), rel=1e-15)
     with pytest.raises(ValueError, match=r"documents.*row 0.*10.*11"):
         windowed.flops_per_token(11, packed)
+    with pytest.raises(ValueError, match="length=0"):
+        windowed.flops_per_token(0)
 
 
 def test_head_dim_follows_from_the_width_by_default():
@@ -81,6 +83,7 @@ def test_head_dim_follows_from_the_width_by_default():
         ({"window": 0}, "window=0"),
         ({"window": 5, "window_from": 4}, "window_from=4.*window=5.*layers=4"),
         ({"window_from": 1}, "window_from=1.*window=None"),
+        ({"window": 5, "window_from": 1.5}, "window_from=1.5"),
         ({"norm_eps": math.nan}, "norm_eps=nan"),
         ({"norm_eps": 10**400}, "norm_eps=1000"),
         ({"norm_eps": "small"}, "norm_eps='small'"),

@@ -321,7 +321,10 @@ def dense(q, k, v, *, mask, layout):
         ({"new_tokens": 0}, "new_tokens=0"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": "low"}, "temperature='low'"),
         ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 1.5}, "top_k=1.5"),
+        ({"completions": 0}, "completions=0"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"layout": SequenceLayout.contiguous(8, 1)}, "9 tokens on 1 "),
         ({"layout": SequenceLayout.contiguous(9, 2)}, "9 tokens on 1 "),
@@ -335,6 +338,12 @@ def test_mismatched_arguments_are_refused_at_once(change, message):
     arguments = {"model": build(), "ids": prompt(), "new_tokens": 3} | change
     with pytest.raises(ValueError, match=message):
         stream(arguments.pop("model"), arguments.pop("ids"), **arguments)
+
+
+@pytest.mark.parametrize("option", ["max_new_tokens", "completions"])
+def test_decoding_refuses_negative_numbers(option):
+    with pytest.raises(ValueError, match=f"{option}=-1"):
+        Decoding(build(), **{"max_new_tokens": 1, option: -1})
 
 
 def test_a_gpt_generates_up_to_its_last_position():

@@ -274,7 +274,9 @@ def refusals() -> list[str]:
             parallelize(model, axes, attention=attention)
         messages.append(str(caught.value))
         assert {name: type(module) for name, module in model.named_modules()} == before
-    return messages
+    with pytest.raises(ValueError) as caught:
+        parallelize(Llama(LLAMA), over, zero_stage=4)
+    return [*messages, str(caught.value)]
 
 
 def test_mismatched_arguments_are_refused_on_every_rank_before_any_change(worlds):
@@ -289,6 +291,7 @@ def test_mismatched_arguments_are_refused_on_every_rank_before_any_change(worlds
             "model.layers.1.self_attn.q_proj .*Adapted.*Linear",
             "MLP width 1 .*2 ",
             "'tp'",
+            "zero_stage=4",
         )
         for pattern, message in zip(patterns, messages, strict=True):
             assert re.search(pattern, message), message

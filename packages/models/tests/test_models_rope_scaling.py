@@ -74,3 +74,8 @@ def test_cosines_and_sines_are_multiplied_by_the_amplitude():
 def test_invalid_scalings_are_refused_by_name(scaling, options, message):
     with pytest.raises(ValueError, match=message):
         scaling(**options)
+
+
+def test_yarn_needs_frequencies_that_fall_with_the_index():
+    with pytest.raises(ValueError, match="rope_theta=1"):
+        YarnScaling(factor=4.0, original_max_position_embeddings=8192).frequencies(64, 1.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from armillary.attention import AttentionMask
-from armillary.core.validation import number
+from armillary.core.validation import integer, number
 from armillary.models.layers.rope_scaling import Llama3Scaling, RopeScaling
 from armillary.models.state_config import Mixer, StateConfig, check_sizes
 
@@ -87,7 +87,7 @@ class LlamaConfig:
             raise ValueError(f"norm_eps={self.norm_eps} must be at least 0 and rope_theta={self.rope_theta} above 0")
         if self.window is not None:
             check_sizes(self, ("window",))
-        if not 0 <= self.window_from < (1 if self.window is None else self.layers):
+        if not 0 <= integer("window_from", self.window_from) < (1 if self.window is None else self.layers):
             raise ValueError(
                 f"window_from={self.window_from} with window={self.window} and layers={self.layers}: "
                 "must be the first layer that has the window, or 0"
@@ -221,7 +221,7 @@ class LlamaConfig:
         Softmax, RoPE and recomputation do not count.
 
         Raises:
-            ValueError: the documents of `mask` do not end at `length`.
+            ValueError: `length` is below 1, or the documents of `mask` do not end there.
         """
         lookup_parameters = 0 if self.tied_embeddings else self.vocab_size * self.dim
         windows = (self.window_of(layer) for layer in range(self.layers) if self.mixer_of(layer) == "attention")
@@ -325,6 +325,7 @@ def visible_keys(length: int, mask: AttentionMask | None, windows: Iterable[int 
         mask: causal by default.
         windows: the window of each layer, or None.
     """
+    integer("length", length, 1)
     mask = AttentionMask(causal=True) if mask is None else mask
     rows = mask.batch or 1
     layer_counts = Counter(windows)  # layers with the same window have the same pairs, which are counted once

@@ -31,7 +31,7 @@ from armillary.core.layout import Side
 
 
 class Method(AttentionMethod):
-    """Exact attention over a sequence that is sharded over all ranks of the method's mesh axes (`Local`: not sharded)."""
+    """Exact attention over a sequence that is sharded over the ranks of the method's mesh axes; whole for `Local`."""
 
     @property
     def sequence_method(self) -> Method:

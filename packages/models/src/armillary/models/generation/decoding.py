@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method
 from armillary.core import SequenceLayout
+from armillary.core.validation import integer
 from armillary.models.activation_checkpoint.policy import run_tiled
 from armillary.models.block import AttentionFunction, Block, Context, run_plainly
 from armillary.models.generation.cache import CachedAttention, CacheLayout, check_mask
@@ -40,15 +41,16 @@ class Decoding:
         completions: n, the number of completions of each prompt. They share the cache of the prompt.
 
     Raises:
-        ValueError: the model has no `Block`s, its attention is not an armillary method, its layers have methods that
-            divide the sequence differently or unknown axes, new tokens cannot continue the mask, or the mask has a
-            window and a layer has a state.
+        ValueError: max_new_tokens is below 0 or completions below 1, the model has no `Block`s, its attention is not
+            an armillary method, its layers have methods that divide the sequence differently or unknown axes, new
+            tokens cannot continue the mask, or the mask has a window and a layer has a state.
     """
 
     def __init__(
         self, model: nn.Module, *, max_new_tokens: int, mask: AttentionMask | None = None, completions: int = 1
     ) -> None:
-        self.model, self.max_new_tokens, self.completions = model, max_new_tokens, completions
+        self.model, self.max_new_tokens = model, integer("max_new_tokens", max_new_tokens, 0)
+        self.completions = integer("completions", completions, 1)
         self.mask = AttentionMask(causal=True) if mask is None else mask
         check_mask(self.mask)
         self.blocks = [module for module in model.modules() if isinstance(module, Block)]

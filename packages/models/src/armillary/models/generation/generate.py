@@ -14,6 +14,7 @@ from torch import Tensor
 
 from armillary.attention import AttentionMask
 from armillary.core import SequenceLayout
+from armillary.core.validation import integer
 from armillary.models.generation.decoding import Decoding
 from armillary.models.generation.sampling import Sampling
 from armillary.models.gpt import GPT
@@ -102,7 +103,7 @@ def stream(
     The call checks the arguments. The prompt is computed when the first token is requested. Between tokens, other code
     may call the model.
     """
-    check(model, ids, new_tokens, completions)
+    check(model, ids, new_tokens)
     sampling = Sampling(temperature, top_k, top_p)
     decoding = Decoding(model, max_new_tokens=new_tokens - 1, mask=mask, completions=completions)
     layout = decoding.layout_for(ids, layout)
@@ -136,14 +137,11 @@ def _generate(
         logits = decoding.step(token)
 
 
-def check(model: Llama | GPT, ids: Tensor, new_tokens: int, completions: int) -> None:
-    """Raises ValueError for invalid prompts and counts, and for more tokens than a GPT has positions."""
+def check(model: Llama | GPT, ids: Tensor, new_tokens: int) -> None:
+    """Raises ValueError for an invalid prompt or number of tokens, and for more tokens than a GPT has positions."""
     if ids.ndim != 2 or 0 in ids.shape or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"ids must be integers [B, N] with B and N above 0; got {tuple(ids.shape)} of {ids.dtype}")
-    if new_tokens < 1:
-        raise ValueError(f"new_tokens={new_tokens}: it must be at least 1")
-    if completions < 1:
-        raise ValueError(f"completions={completions}: it must be at least 1")
+    integer("new_tokens", new_tokens, 1)
     low, high = (int(x) for x in ids.aminmax())
     if low < 0 or high >= model.config.vocab_size:
         raise ValueError(f"ids run from {low} to {high}; the vocabulary is 0..{model.config.vocab_size - 1}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 import torch
 from torch import Tensor
 
 from armillary.core import accumulation_dtype
+from armillary.core.validation import integer, number
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Sampling:
             et al., 2020).
 
     Raises:
-        ValueError: the temperature is below 0 or not finite, top_k is below 1, or top_p is not in (0, 1].
+        ValueError: the temperature is below 0 or not finite, top_k is not an integer of at least 1, or top_p is not
+            in (0, 1].
     """
 
     temperature: float = 0.0
@@ -31,11 +32,11 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not (isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature={self.temperature}: it must be finite and at least 0 (most likely token)")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: it must be at least 1")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if number("temperature", self.temperature) < 0:
+            raise ValueError(f"temperature={self.temperature}: it must be at least 0 (most likely token)")
+        if self.top_k is not None:
+            integer("top_k", self.top_k, 1)
+        if self.top_p is not None and not 0 < number("top_p", self.top_p) <= 1:
             raise ValueError(f"top_p={self.top_p}: it must be above 0 and at most 1")
 
     def choose(self, logits: Tensor, generators: Sequence[torch.Generator]) -> Tensor:

@@ -137,6 +137,8 @@ class YarnScaling:
 
     def frequencies(self, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
         plain = plain_frequencies(head_dim, theta, device)
+        if theta <= 1:
+            raise ValueError(f"rope_theta={theta}: YaRN needs more than 1, for frequencies that fall")
         # Frequencies fall with the pair's index. Pairs before `first` keep theirs, those after `last` are divided by
         # `factor`. `low` rises from 0 to 1 in between.
         first = self._pair_at(self.beta_fast, head_dim, theta)

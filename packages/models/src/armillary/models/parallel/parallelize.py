@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import MethodType
+from typing import get_args
 
 import torch
 from torch import nn
@@ -70,7 +71,7 @@ def parallelize(
         ValueError: an argument does not fit the model or the mesh. Raised before any module or parameter is changed.
     """
     # 1. Check everything before anything changes.
-    check(model, mesh, attention, precision, compiler, contiguous_states)
+    check(model, mesh, attention, precision, compiler, zero_stage, contiguous_states)
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     if checkpointing is not None:
         checkpointing.tensors_by_block(len(blocks))  # raises for counts above the number of blocks
@@ -99,6 +100,7 @@ def check(
     attention: Method | None,
     precision: torch.dtype | None,
     compiler: str | None,
+    zero_stage: int,
     contiguous_states: bool,
 ) -> None:
     """Raises ValueError for arguments of `parallelize` that do not fit this model or mesh. Changes nothing."""
@@ -128,6 +130,8 @@ def check(
     compilers = [] if compiler is None else torch.compiler.list_backends(exclude_tags=())
     if compiler is not None and compiler not in compilers:
         raise ValueError(f"compiler {compiler!r} must be one of {', '.join(compilers)}")
+    if zero_stage not in get_args(ZeroStage):
+        raise ValueError(f"zero_stage={zero_stage!r}: 1, 2 and 3 are accepted")
 
 
 def compile_block(block: Block, compiler: str, fullgraph: bool = False) -> None:
