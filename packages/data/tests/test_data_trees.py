@@ -237,6 +237,8 @@ def test_workers_and_chunks_make_the_same_store(tmp_path):
         ),
         ({"prompt": "a"}, "'completions'.*'prompt'"),
         ({"prompt": "a", "completions": []}, "'completions' .*list"),
+        ({"text": "a", "completions": ["b"]}, "'completions' .*'text'.*'children'"),
+        ({"prompt": "a", "completions": ["b"], "children": ["c"]}, "'children' .*'prompt'.*'completions'"),
         ({"prompt": "a", "completions": "b"}, "'completions' .*list"),
         ({"prompt": "", "completions": ["b"]}, "'prompt' "),
         ({"prompt": "a", "completions": ["b", ""]}, r"'completions\[1\].text' "),

@@ -131,7 +131,7 @@ def prepare(
             report(Progress(step, 0, sum(chunk.bytes for chunk in input_chunks)))
             return _encode(plan, input_chunks, key, _save_tokenizer(plan, input_chunks), workers, report)
     except OSError as error:
-        remedy = "finished parts are kept: run the same command again to resume"
+        remedy = "the same command, run again, resumes after the parts that were finished"
         raise OSError(error.errno, f"{plan.output}: {error.strerror or error}; {remedy}") from error
 
 

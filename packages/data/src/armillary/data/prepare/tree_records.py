@@ -83,6 +83,9 @@ def _add_nodes(nodes: list[TreeNode], value: object, path: str, parent: int) -> 
     branches = "completions" if kind == "prompt" else "children"
     if kind == "prompt" and branches not in fields:
         raise ValueError(f"there is no field '{path}{branches}'; the fields are {names}")
+    other = "children" if kind == "prompt" else "completions"
+    if other in fields:
+        raise ValueError(f"field '{path}{other}' beside '{kind}', whose branches are '{branches}'")
     content, children = _content(fields[kind], f"{path}{kind}"), fields.get(branches, [])
     if not isinstance(children, list) or (kind == "prompt" and not children):
         raise ValueError(f"field '{path}{branches}' must be a list of one or more; got {children!r}"[:200])
