@@ -6,6 +6,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers")
 
+from armillary.core import SequenceLayout  # noqa: E402
 from armillary.integrations.check.cli import check_architecture, document_boundaries, main  # noqa: E402
 from armillary.integrations.check.tiny import load_config, tiny_config  # noqa: E402
 
@@ -43,12 +44,44 @@ def test_a_tiny_copy_keeps_every_kind_of_layer(model_type, kinds):
     assert len(config.layer_types) == config.num_hidden_layers <= 8
 
 
-def test_rotary_scaling_starts_within_the_sequence(tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"model_type": "llama4_text", "interleave_moe_layer_step": 2}, "moe_layers"),
+        ({"model_type": "qwen3_moe", "mlp_only_layers": [5]}, "mlp_only_layers"),
+    ],
+)
+def test_a_tiny_copy_keeps_kinds_that_are_lists_of_layers(tmp_path, settings, field):
+    config = load_config(folder(tmp_path, **settings))
+    kinds = [
+        {
+            (x.layer_types[i] if "layer_types" in vars(x) else "", i in getattr(x, field))
+            for i in range(x.num_hidden_layers)
+        }
+        for x in (config, tiny_config(config, 64))
+    ]
+    assert kinds[0] == kinds[1] and len(kinds[0]) > 1
+
+
+@pytest.mark.parametrize(("heads", "key_heads"), [(3, 1), (7, 1), (9, 3), (71, 1)])
+def test_four_ranks_can_share_the_heads_of_a_tiny_copy(tmp_path, heads, key_heads):
+    sizes = {"hidden_size": 64 * heads, "num_attention_heads": heads, "num_key_value_heads": key_heads}
+    config = tiny_config(load_config(folder(tmp_path, model_type="llama", **sizes)), 64)
+    assert config.num_attention_heads % 4 == 0
+    assert config.num_attention_heads // config.num_key_value_heads == min(heads // key_heads, 8)
+
+
+LAST_TOKENS = [int(SequenceLayout.zigzag(64, 4).positions(shard).max()) for shard in range(4)]
+
+
+def test_rotary_scaling_starts_within_the_sequence_and_beyond_some_shards(tmp_path):
     rope = {"rope_type": "longrope", "long_factor": [2.0] * 48, "short_factor": [1.0] * 48, "rope_theta": 10000.0}
     sizes = {"hidden_size": 3072, "num_attention_heads": 32, "original_max_position_embeddings": 4096}
     config = tiny_config(load_config(folder(tmp_path, model_type="phi3", rope_scaling=rope, **sizes)), 64)
-    assert config.original_max_position_embeddings < 64
+    assert min(LAST_TOKENS) < config.original_max_position_embeddings < max(LAST_TOKENS)
     assert len(config.rope_parameters["long_factor"]) == config.hidden_size // config.num_attention_heads // 2
+    dynamic = folder(tmp_path, model_type="llama", rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    assert min(LAST_TOKENS) < tiny_config(load_config(dynamic), 64).max_position_embeddings < max(LAST_TOKENS)
 
 
 @pytest.mark.parametrize(("model_type", "ring", "ulysses"), [("gemma3_text", 2, 2), ("mixtral", 4, 1)])
@@ -94,6 +127,11 @@ def test_unsupported_models_exit_with_2_and_one_line(worlds, capsys, argv, named
     assert outcome(worlds, *argv) == 2
     errors = capsys.readouterr().err.splitlines()
     assert named in errors[-1] and sum("armillary-check: plain" not in line for line in errors) == 1
+
+
+def test_a_config_that_transformers_refuses_exits_with_2(worlds, tmp_path, capsys):
+    assert outcome(worlds, folder(tmp_path, model_type="llama", hidden_size="many")) == 2
+    assert "hidden_size" in capsys.readouterr().err
 
 
 def test_code_in_a_folder_is_not_executed(worlds, tmp_path, capsys):

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 HEAD_DIM, WIDE_HEAD_DIM = 8, 16
-"""Head dims. The wide one is for rotary embeddings of a part of each head, or in sections: each must be even."""
+"""Head dims. The wide one is for rotary embeddings of a part of each head, or in sections: these need even dims."""
 VOCABULARY = 64
 MAX_LAYERS = 8
 MAX_PARAMETERS = 20_000_000
@@ -59,25 +59,20 @@ def load_config(source: str) -> Any:
     import transformers
 
     path = Path(source)
-    if path.exists():
-        try:
-            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{source}: {' '.join(str(error).split())[:200]}") from error
-    elif source in transformers.CONFIG_MAPPING:
-        try:
-            config = transformers.CONFIG_MAPPING[source](**REQUIRED.get(source, {}))
-        except Exception as error:  # a model made of other models may have no defaults
-            raise ValueError(f"{source}: {' '.join(str(error).split())[:200]}") from error
-    else:
+    if not path.exists() and source not in transformers.CONFIG_MAPPING:
         raise ValueError(f"{source!r} is neither a folder or config.json on this machine, nor a model type")
-    return config
+    try:
+        if path.exists():
+            return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+        return transformers.CONFIG_MAPPING[source](**REQUIRED.get(source, {}))
+    except Exception as error:  # configs raise many types; a model made of other models may have no defaults
+        raise ValueError(f"{source}: {' '.join(str(error).split())[:200]}") from error
 
 
 def tiny_config(config: Any, tokens: int) -> Any:
     """Returns a small config of the same class for sequences of `tokens` tokens.
 
-    It has the first layer of each kind, another layer of the first kind, and the last layer if it is of another kind;
+    It has the first layer of each kind, another layer of the first kind, and the last layer if it is not of that kind;
     MAX_LAYERS at most. Windows and chunks are a third of the sequence. Dropout is 0.
 
     Raises:
@@ -110,10 +105,10 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     heads = next((fields[name] for name in HEADS if isinstance(fields.get(name), int)), 4)
     key_heads = next((fields[name] for name in KEY_HEADS if isinstance(fields.get(name), int)), heads)
     group_size = min(max(heads // key_heads, 1), 8)
-    # One key/value head in multi-query attention, two in grouped-query attention, else four; doubled if 4 does not
-    # divide the number of query heads, so that 4 ranks can share them.
+    # One key/value head in multi-query attention, two in grouped-query attention, else four; doubled until 4
+    # divides the number of query heads, so that 4 ranks can share them.
     new_key_heads = 1 if key_heads == 1 and heads > 1 else 2 if group_size > 1 else 4
-    if new_key_heads * group_size % 4:
+    while new_key_heads * group_size % 4:
         new_key_heads *= 2
     if "kv_lora_rank" in fields:  # multi-head latent attention: one key/value head per query head
         new_key_heads, group_size = 4, 1
@@ -127,39 +122,39 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: int) -> dict[str, Any]:
-    """Returns maximum lengths and rotary dims. RoPE scaling starts in mid-sequence, so that a check covers it."""
-    old_dim, new_dim = _rotary_dim(fields), _rotary_dim({**fields, **changes})
-    sizes: dict[str, Any] = {
-        name: 4 * tokens + 2 for name in ("max_position_embeddings", "n_positions", "n_ctx") if name in fields
-    }
+    """Returns maximum lengths and rotary parameters. RoPE scaling starts late in the sequence, beyond some shards."""
+    old_dim, new_dim = _rotated_head_dim(fields), _rotated_head_dim({**fields, **changes})
+    ropes = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if isinstance(fields.get(name), dict)}
+    start = tokens * 7 // 8
+    length = start if "'dynamic'" in str(ropes) else 4 * tokens + 2  # dynamic scaling starts at the maximum length
+    sizes: dict[str, Any] = dict.fromkeys(
+        (name for name in ("max_position_embeddings", "n_positions", "n_ctx") if name in fields), length
+    )
     if isinstance(fields.get("original_max_position_embeddings"), int):
-        sizes["original_max_position_embeddings"] = tokens // 2
+        sizes["original_max_position_embeddings"] = start
     if isinstance(fields.get("rotary_dim"), int):
         sizes["rotary_dim"] = max(fields["rotary_dim"] * new_dim // old_dim, 2)
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(fields.get(name), dict):
-            sizes[name] = _shrink_rope(fields[name], new_dim / old_dim, tokens)
-    return sizes
+    return sizes | {name: _shrink_rope(rope, new_dim / old_dim, start) for name, rope in ropes.items()}
 
 
-def _rotary_dim(fields: Mapping[str, Any]) -> int:
+def _rotated_head_dim(fields: Mapping[str, Any]) -> int:
     """Returns the head dim that rotary embeddings are applied to."""
     width, heads = _first(fields, HIDDEN) or 1, _first(fields, HEADS) or 1
     return _first(fields, ("qk_rope_head_dim", "head_dim")) or max(width // heads, 1)
 
 
-def _shrink_rope(rope: Mapping[str, Any], ratio: float, tokens: int) -> dict[str, Any]:
-    """Returns the rotary parameters of a config after its rotated dims are multiplied by `ratio`."""
+def _shrink_rope(rope: Mapping[str, Any], ratio: float, start: int) -> dict[str, Any]:
+    """Returns rotary parameters for `ratio` times the rotated dims, with scaling from position `start` on."""
     shrunk = dict[str, Any]()
     for name, value in rope.items():
         if isinstance(value, dict):  # one dictionary per kind of layer
-            shrunk[name] = _shrink_rope(cast(dict[str, Any], value), ratio, tokens)
+            shrunk[name] = _shrink_rope(cast(dict[str, Any], value), ratio, start)
         elif name == "original_max_position_embeddings":
-            shrunk[name] = tokens // 2
+            shrunk[name] = start
         elif name in ("long_factor", "short_factor"):
             shrunk[name] = value[: max(round(len(value) * ratio), 1)]
         elif name == "mrope_section":
-            # Sections add up to half of the head dim; the first one takes the rounding errors.
+            # Sections add up to half of the rotated dims; the first one takes the rounding errors.
             sections = [max(round(section * ratio), 1) for section in value]
             sections[0] += round(sum(value) * ratio) - sum(sections)
             shrunk[name] = sections
@@ -169,10 +164,10 @@ def _shrink_rope(rope: Mapping[str, Any], ratio: float, tokens: int) -> dict[str
 
 
 def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the number of layers, and the fields with one value per layer."""
+    """Returns the number of layers, and the fields about single layers."""
     count = _first(fields, LAYERS) or 2
-    # A field such as `moe_layers` lists indices of layers; other lists as long as the model have a value per layer.
-    indices = {name for name, x in fields.items() if name.endswith("layers") and _are_indices(x)}
+    # A field such as `moe_layers` lists indices of layers; other lists with `count` entries have a value per layer.
+    indices = {name for name, x in fields.items() if count > 1 and name.endswith("layers") and _are_indices(x)}
     per_layer = {
         name: x
         for name, x in fields.items()
@@ -180,12 +175,15 @@ def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     }
     overrides = {int(layer): sizes for layer, sizes in (fields.get("per_layer_config") or {}).items()}
     # Layers with the same values in all of these fields are of one kind.
-    kinds = [str([*(values[i] for values in per_layer.values()), overrides.get(i)]) for i in range(count)]
+    kinds = [
+        str([*(x[i] for x in per_layer.values()), *(i in fields[name] for name in indices), overrides.get(i)])
+        for i in range(count)
+    ]
     first_of_kind = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
     layers = sorted(first_of_kind.values())[: MAX_LAYERS - 2]
     # Another layer of the first kind, after all other kinds.
     layers.append(next((i for i in range(layers[-1] + 1, count) if kinds[i] == kinds[0]), layers[0]))
-    if kinds[-1] != kinds[0]:  # Gemma 4 needs a certain kind there
+    if kinds[-1] != kinds[0]:  # Gemma 4 needs full attention there
         layers.append(count - 1)
     sizes: dict[str, Any] = dict.fromkeys((name for name in LAYERS if name in fields), len(layers))
     sizes |= {name: [values[i] for i in layers] for name, values in per_layer.items()}
@@ -200,14 +198,14 @@ def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
 
 
 def _in_ratio(value: Any, old: Any, new: Any) -> Any:
-    """Returns one layer's size, multiplied by new / old, the ratio by which the model's size shrinks."""
+    """Returns a layer's `value` of a field whose value for the model changes from `old` to `new`, in this ratio."""
     sizes = (value, old, new)
     return max(value * new // old, 1) if all(type(size) is int for size in sizes) else value
 
 
 def _are_indices(values: Any) -> bool:
-    """Returns True for a list of two or more different integers."""
-    return isinstance(values, list) and len(set(map(str, values))) == len(values) > 1 and type(values[0]) is int
+    """Returns True for a list of one or more different integers."""
+    return isinstance(values, list) and len(set(map(str, values))) == len(values) > 0 and type(values[0]) is int
 
 
 def _first(fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
