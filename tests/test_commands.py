@@ -113,7 +113,7 @@ TABLES = {
     "plan bytes --tokens 1k --ranks 4 --heads 4 --attention ulysses+token_ring": ["ulysses+token_ring", "all (GiB)"],
     "train --dry-run --model.vocab-size 257": ["model.layers.*.self_attn.q_proj.weight", "whole (numbers)"],
     "data info store": ["64 to 127", "share of tokens (%)"],
-    "data pack store --length 64 --shards 2": ["balanced: most spans of a shard", "padding (% of all tokens)"],
+    "data pack store --length 64 --shards 2": ["balanced: most spans of a shard", "padding (% of row tokens)"],
     "conformance": ["ulysses+token_ring", "worst error (share of its limit)"],
 }
 

@@ -129,6 +129,7 @@ PRIMITIVES = [
     (lambda axis: all_gather(HEADS, axis, dim=4), r"x \(1, 4, 2, 3\).*4"),
     (lambda axis: all_gather(HEADS, axis, sizes=[4.0, 4.0]), r"sizes=4.0"),
     (lambda axis: all_gather(HEADS, axis, sizes=[4]), "2 "),
+    (lambda axis: all_gather(HEADS, axis, sizes=[-1, 5]), "sizes=-1: .* 0"),
     (lambda axis: reduce_scatter(HEADS, axis, sizes=[True, 3]), "sizes=True"),
     (lambda axis: reduce_scatter([1.0], axis), r"x .*list"),
     (lambda axis: seq_to_head(HEADS[0], axis), "4 dims"),

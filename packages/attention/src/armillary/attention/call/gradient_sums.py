@@ -11,7 +11,7 @@ from armillary.core import accumulation_dtype, compat
 
 
 class GradientSums:
-    """Sums the gradients of parameters in the accumulation dtype, so that each sum is rounded once.
+    """Sums the gradients of parameters in the accumulation dtype, so that 16-bit sums are rounded once.
 
     Args:
         parameters: the parameters that require a gradient.

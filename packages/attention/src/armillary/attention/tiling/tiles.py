@@ -2,7 +2,7 @@
 
 A tile is a *band* on a rectangle of local indices: query a (a row) sees key b (a column) iff low <= b - a <= high. A
 full rectangle has no bounds; a causal square has high = 0. Two spans of equal step under a causal or window mask give
-at most one tile. Adjacent tiles whose union is a band are joined.
+at most one tile. Adjacent tiles are joined if their union is a band with bounds of theirs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tup
 
 
 def join_tiles(array: TileArray) -> tuple[Tile, ...]:
-    """Joins adjacent tiles whose union is a band, first along keys, then along queries. Covers the same pairs."""
+    """Joins adjacent tiles (`_joint_band`), first along keys, then along queries. Covers the same pairs."""
     tiles = _transpose(_join(_transpose(_join(array[:, 1:]))))  # without the shard column
     return tuple(_tiles_of(tiles[np.lexsort(tiles[:, 3::-1].T)]))  # sorted by q0, then q1, k0, k1
 
@@ -58,7 +58,7 @@ def _array_of(tiles: list[Tile]) -> Integers:
 
 
 def _join(tiles: Integers) -> Integers:
-    """Joins each of the tiles [n, 6] with a tile that ends at the column where it starts, if their union is a band."""
+    """Joins each of the tiles [n, 6] with a tile that ends at the column where it starts, if `_joint_band` can."""
     is_candidate = _may_join(tiles)  # mostly few, which keeps the slow loop below short
     if not is_candidate.any():
         return tiles
@@ -85,7 +85,7 @@ def _may_join(tiles: Integers) -> NDArray[np.bool_]:
     neither, so thousands of them are excluded here.
     """
     has_low, has_high = (tiles[:, 4] != -FAR).any(), (tiles[:, 5] != FAR).any()
-    if has_low and has_high:  # a window: a union may have bounds that its tiles lack, so no tile can be excluded
+    if has_low and has_high:  # a window: a union may have a bound that one of its tiles lacks
         return np.ones(len(tiles), dtype=np.bool_)
     edge = 0 if has_low else 1  # index of q0, the row at which a tile starts, or of q1, at which it ends
     # A tile may be joined with one that starts at the column where it ends, and has the same edge. Each pair
@@ -96,16 +96,16 @@ def _may_join(tiles: Integers) -> NDArray[np.bool_]:
 
 
 def _joint_band(left_tile: Tile, right_tile: Tile) -> Tile | None:
-    """Returns the union of two tiles, if the right one starts where the left one ends and the union is a band."""
+    """Returns the union of two tiles that meet at a column, if it is a band with bounds of theirs; else None."""
     if left_tile.k1 != right_tile.k0:
         return None
-    # Fast path of most cases: if neither tile has a lower bound, both must end at the same row; if neither has an upper
-    # bound, both must start at the same row.
+    # Fast path of most cases: if neither tile has a lower bound, the union has none, and both must end at the same row;
+    # if neither has an upper bound, both must start at the same row.
     if left_tile.low is right_tile.low is None and left_tile.q1 != right_tile.q1:
         return None
     if left_tile.high is right_tile.high is None and left_tile.q0 != right_tile.q0:
         return None
-    # A tile may lack a bound of the union that excludes none of its own pairs. So each bound of either tile is tried:
+    # A tile lacks a bound of the union if no corner of its own is beyond it. So the bounds of both tiles are tried:
     # the union must give back both tiles when it is cut at the column between them.
     rows, cut = (min(left_tile.q0, right_tile.q0), max(left_tile.q1, right_tile.q1)), right_tile.k0
     for low in dict.fromkeys((left_tile.low, right_tile.low)):

@@ -1,4 +1,4 @@
-"""Differentiable collectives along one axis, from which attention methods are built.
+"""Differentiable collectives along one axis.
 
     seq_to_head    [B, T, H, D] -> [B, N, h, D]      all tokens of this rank's heads; backward: head_to_seq
     head_to_seq    [B, N, h, D] -> [B, T, H, D]      all heads of this rank's tokens; backward: seq_to_head
@@ -9,7 +9,8 @@
 
 N is the number of tokens on all ranks of the axis, T the number on this rank. H is the number of all heads, h the
 number on this rank; e is the size of an element in bytes. On DTensors these functions are redistributions along the
-axis, with the placements, values and gradients of torch's `redistribute`, if torch supports these placements:
+axis, with the placements, values and gradients of torch's `redistribute`, if torch supports these placements and no
+inner axis shards the heads of `seq_to_head` or `head_to_seq` too:
 
                    before                           after          gradient of the result    gradient of the argument
     seq_to_head    Shard(1)                         Shard(2)       Shard(2)                  Shard(1)
@@ -61,8 +62,8 @@ def seq_to_head(
     Args:
         x: local tensor; or a DTensor, redistributed from `Shard(1)` on the axis to `Shard(2)`, and its gradient from
             `Shard(2)` to `Shard(1)`. If an axis inside this one (tp) shards the heads too, the ranks of this axis
-            exchange only the heads of their tp rank. The result's global view then has heads in another order, which
-            `head_to_seq` restores.
+            exchange only the heads of their tp rank. The result's global view then has its heads reordered;
+            `head_to_seq` restores their order.
         axis: a 1-D mesh of U ranks, such as `mesh["ulysses"]`.
         sizes: tokens of each rank; by default T on each.
         heads: one range of heads for each rank, in order and together covering all heads; by default as
@@ -239,8 +240,8 @@ def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int
                 f"{tokens} tokens are not divisible by the {axis.size} ranks of axis {axis.name!r}; pass sizes="
             )
         return (tokens // axis.size,) * axis.size
-    sizes = [integer("sizes", size) for size in sizes]
-    if len(sizes) != axis.size or min(sizes) < 0:
+    sizes = [integer("sizes", size, 0) for size in sizes]
+    if len(sizes) != axis.size:
         raise ValueError(f"sizes {tuple(sizes)}: one for each of the {axis.size} ranks of axis {axis.name!r} is needed")
     return sizes
 

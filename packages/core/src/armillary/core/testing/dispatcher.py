@@ -1,4 +1,4 @@
-"""Counts the operations of torch.distributed in torch's dispatcher, to prove that a ledger counts all bytes."""
+"""Counts bytes and messages of torch.distributed in torch's dispatcher, to prove that a ledger counts them all."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Dispatched(TorchDispatchMode):
             ...
         assert dispatched.sent == Dispatched.of(ledger)
 
-    Counts are by operation: "p2p", "all_to_all", "all_gather" and "all_reduce". All other operations, such as the
-    reduce-scatters of FSDP, which a ledger does not count, are counted under torch's name, with the bytes of their
-    arguments. The mode is active in autograd's threads too.
+    Counts are by operation: "p2p", "all_to_all", "all_gather" and "all_reduce". Operations outside of `KINDS`, such as
+    the reduce-scatters of FSDP, which a ledger does not count, are counted under torch's name, with the bytes of their
+    arguments. Barriers do not count. The mode is active in autograd's threads too.
     """
 
     def __init__(self) -> None:
@@ -114,4 +114,4 @@ KINDS: dict[str, tuple[str, Callable[..., Traffic]]] = {
     "c10d::allgather_": ("all_gather", all_gather_list),
     "c10d::allreduce_": ("all_reduce", all_reduce),
 }
-"""For each operation of torch the name under which it is counted, and the function that counts it."""
+"""By operation of torch: the name under which it is counted, and the function that counts it."""

@@ -1,4 +1,4 @@
-"""Printed tables of `armillary-data info`, `pack`, `inspect` and `prepare`."""
+"""Printed output of `armillary-data info`, `pack`, `inspect` and `prepare`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def print_omissions(header: Header) -> None:
 
 
 def print_info(store: TokenStore, header: Header | None) -> None:
-    """Prints the statistics of a store and a histogram of the lengths of its documents."""
+    """Prints the statistics of a store, the omissions in its header if it has one, and a histogram of lengths."""
     for name, value in describe(store).items():
         text = "unknown" if value is None else f"{value:,.0f}" if isinstance(value, (int, float)) else value
         unit = ", tokens" if name.startswith("p") and name[1:].isdigit() else ""
@@ -59,8 +59,8 @@ def print_packings(packings: Sequence[PackingStatistics], length: int, shards: i
     """Prints the cost of packings and the balance of their rows, a column for each packing."""
     rows = {
         "rows in an epoch": [f"{p.waste.rows:,}" for p in packings],
-        "padding (% of all tokens)": [f"{100 * p.waste.padding:.2f}" for p in packings],
-        "dropped (% of all tokens)": [f"{100 * p.waste.dropped:.2f}" for p in packings],
+        "padding (% of row tokens)": [f"{100 * p.waste.padding:.2f}" for p in packings],
+        "dropped (% of store tokens)": [f"{100 * p.waste.dropped:.2f}" for p in packings],
         "cut (% of all documents)": [f"{100 * p.waste.cut:.2f}" for p in packings],
         "pieces in a row": [f"{p.documents:.1f}" for p in packings],
         "zigzag: balance": [f"{p.zigzag:.3f}" for p in packings],
@@ -72,8 +72,8 @@ def print_packings(packings: Sequence[PackingStatistics], length: int, shards: i
         "balanced: hops of a token": [f"{p.balanced_hops:.3f}" for p in packings],
         "balanced: most spans of a shard": [f"{p.spans}" for p in packings],
     }
-    print(f"rows of {length:,} tokens, {shards} shards; balance is the pairs of the fullest shard over the mean,")
-    print("hops are around a ring of the shards: bytes sent are in proportion\n")
+    print(f"rows of {length:,} tokens, {shards} shards; balance is the pairs of the fullest shard over the mean;")
+    print("the bytes that a ring sends are proportional to hops\n")
     heads = [Column("packing", text=True), *(Column(p.packing) for p in packings)]
     print_table(heads, [[name, *values] for name, values in rows.items()])
 
@@ -86,7 +86,7 @@ def print_layouts(layouts: Sequence[LayoutStatistics], length: int, shards: int,
     """
     print(f"{rows} rows of {length:,} tokens with {documents:.1f} pieces of documents each, {shards} shards;")
     print("MiB that a rank sends in a layer, forward and backward, around a ring;")
-    print("pairs and tokens of the fullest shard over the mean, and of the worst row\n")
+    print("pairs and tokens: fullest shard over the mean; worst: the same in the worst row\n")
     names = ("sent (MiB)", "hops", "pairs", "worst", "tokens", "worst", "spans")
     heads = [Column("layout", text=True), *map(Column, names)]
     lines = [

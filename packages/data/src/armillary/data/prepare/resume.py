@@ -5,7 +5,7 @@ Steps of a preparation at `path`, each of which may be interrupted by a kill:
 1. `begin` creates `path.partial` with a progress file.
 2. `StoreWriter` appends parts to the files in `path.partial`.
 3. `put_in_place` moves a store that exists at `path` into `path.partial/older`, then `path.partial` to `path`.
-4. `remove_replaced` removes `path/older`, and last the progress file. A store without progress file is complete.
+4. `remove_replaced` removes `path/older`, and last the progress file; after a kill, a run with the same key does.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ REPLACED = "older"
 
 
 def begin(path: Path, key: str, start_over: bool) -> None:
-    """Creates the folder of an incomplete store, or keeps it if its preparation has the same key.
+    """Creates the folder of an incomplete store. An existing one is kept for the same key and emptied for another.
 
     Args:
         key: hash of the input and settings.
-        start_over: discard the parts of a preparation with another key. A folder without parts is always reused.
+        start_over: True also empties a folder that has parts of a preparation with another key.
 
     Raises:
-        ValueError: the folder has parts of a preparation with another key, or files that `prepare` did not write.
+        ValueError: the folder has parts of a preparation with another key, or files but no progress file.
     """
     folder = partial_folder(path)
     folder.mkdir(parents=True, exist_ok=True)
+    # Without the progress file, and its `.new` that a killed `write_file` leaves.
     files = [file for file in folder.iterdir() if not file.name.startswith(PROGRESS)]
     try:
         progress = parse_json((folder / PROGRESS).read_text())
