@@ -367,6 +367,7 @@ WRONG = [
     ({"rows": 4, "vocabulary": 10}, "rank {} of 2 on axis 'tp' has 5 of vocabulary=10 rows.*got 4"),
     ({"rows": 5, "vocabulary": None}, "vocabulary.* axis 'tp' of 2 ranks"),
     ({"rows": 5, "vocabulary": 10, "labels": (1, 2)}, r"T / 2\), E\].*got \(1, 2, 3\), \(5, 3\), \(1, 2\)"),
+    ({"rows": 5, "vocabulary": 10, "labels": (1, 5)}, r"got \(1, 2, 3\), \(5, 3\), \(1, 5\)"),  # as passed, not padded
     ({"rows": 5, "vocabulary": 10, "backend": "torch"}, "needs torch 2.13 and one rank; got .* 2 ranks"),
     ({"rows": 5, "vocabulary": 10, "bias": torch.zeros(10)}, r"\(1, 4\), \(10,\)"),
 ]

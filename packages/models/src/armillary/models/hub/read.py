@@ -47,8 +47,8 @@ def read_tensors(
         shapes: the shape of each parameter, by name.
 
     Raises:
-        ValueError: a file is missing or broken, or a tensor is missing, unexpected or of another shape. The error names
-            the file or tensor.
+        ValueError: a file is missing or broken, or a tensor is missing, unexpected, of another shape or of no dtype of
+            `DTYPES`. The error names the file or tensor.
     """
     tensors: dict[str, Tensor] = {}
     expected_slices = file_slices(config, shapes)
@@ -63,7 +63,7 @@ def read_tensors(
 
 @torch.no_grad()
 def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameters: Mapping[str, Tensor]) -> None:
-    """Fills each parameter; of a `DTensor`, this rank's shard.
+    """Fills each parameter from a folder; of a `DTensor`, this rank's shard.
 
     Raises:
         ValueError: as `read_tensors`; or a parameter is on "meta", or its shard is not a box of the full tensor.
@@ -98,13 +98,13 @@ def read_box(entry: TensorEntry, index: Box) -> Tensor:
 
 @contextmanager
 def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]]:
-    """Context manager that opens a folder's files and returns their tensors, by their names in a model with a head."""
+    """Context manager that opens a folder's files and returns their tensors by name, with the prefix of `names`."""
     with ExitStack() as stack:
         index = weight_map(folder)
         files = [WEIGHTS] if index is None else sorted(set(index.values()))
         entries: dict[str, TensorEntry] = {}
         for file in files:
-            file_entries = headers(folder / file, stack)
+            file_entries = open_file(folder / file, stack)
             if index is not None:
                 # The index decides where a tensor is. If it lists another file for a tensor, the tensor is skipped
                 # here. If it lists this file and the tensor is not there, that is an error.
@@ -114,14 +114,14 @@ def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]
                 file_entries = {name: entry for name, entry in file_entries.items() if index.get(name, file) == file}
             entries |= file_entries
         entries = {key: entry for key, entry in entries.items() if not names.ignored.fullmatch(key)}
-        # A folder of a base model, without a head, has names without the prefix ("model.").
+        # The folder of a base model has names without the prefix. A head's name has no prefix in any folder.
         if not any(key.startswith(names.prefix) for key in entries):
             entries = {key if key.startswith("lm_head.") else names.prefix + key: entries[key] for key in entries}
         yield entries
 
 
 def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected_slices: Mapping[str, FileSlice]) -> None:
-    """Raises ValueError unless names, shapes and dtypes of the entries match `expected_slices`."""
+    """Raises ValueError unless entries have the names and shapes of `expected_slices`, and dtypes of `DTYPES`."""
     if faults := list(
         differences(entries, {file_slice.name: file_slice.shape for file_slice in expected_slices.values()})
     ):
@@ -143,7 +143,7 @@ def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable
         check_entries(folder, entries, file_slices(config, parameter_shapes(build, config)))
 
 
-def headers(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
+def open_file(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
     """Opens a safetensors file and returns its tensors by name. `stack` closes the file."""
     try:
         file: Any = stack.enter_context(safe_open(path, framework="pt"))

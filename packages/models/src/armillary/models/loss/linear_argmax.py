@@ -39,7 +39,7 @@ def linear_argmax(
             number of rows is not this rank's part of it. Raised before any communication.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
-    check(hidden, weight, token_labels(labels, ignore, ranks).shape, None, None, ranks)
+    check(hidden, weight, token_labels(labels, ignore).shape, None, None, ranks)
     shard = VocabularyShard.of(len(weight), axis, vocabulary)
     has_label = labels != ignore
     if not shard.alone:

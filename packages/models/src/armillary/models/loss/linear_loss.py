@@ -1,7 +1,7 @@
 """Head and token loss in one, a chunk of tokens at a time, so that logits [T, V] never exist.
 
-For 5M tokens of LLaMA-3-8B on 8 ranks, logits would take 157 GiB per rank in bfloat16, and their float32 copy twice as
-much.
+For 5Mi tokens of LLaMA-3-8B on 8 ranks, logits would take 157 GiB per rank in bfloat16, and their float32 copy twice
+as much.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def linear_token_loss(
     Gradients are computed in the same forward pass, for inputs that require them. Backward multiplies them by the
     upstream gradient, any number of times (`retain_graph`); it cannot be differentiated.
 
-    Memory, with e bytes per element: d(hidden), B T E e bytes, and d(weight) in float32, 4 V E bytes, live from forward
-    to backward. Forward also needs a chunk's logits, chunk V e bytes, and of 16-bit logits a float32 copy, chunk V 4
-    bytes. `hidden` and `weight` are not kept.
+    Memory, with e bytes per element: d(hidden), B T E e bytes, and d(weight) in float32 or wider, at least 4 V E bytes,
+    live from forward to backward. For a chunk of C tokens, forward also needs logits, C V e bytes, and of 16-bit logits
+    a float32 copy, 4 C V bytes; under autocast a cast copy of the weight. `hidden` and `weight` are not kept.
 
     With an `axis` of R ranks (tensor parallelism), rank r has V_r of the weight's V rows, and the tokens i R + r of
     each batch row (`interleaved_shard`). A chunk's hidden states are gathered while the previous chunk is computed, and
@@ -64,7 +64,7 @@ def linear_token_loss(
         ignore: labels with this value are not counted.
         chunk: number of tokens in a chunk, which may extend over several rows; by default `loss_chunk_tokens` of these
             shapes. With an axis it counts the tokens of all ranks, and is rounded down to a multiple of R, at least R.
-        z_loss: adds `z_loss * logsumexp(logits)**2` for each valid label (PaLM, arXiv 2204.02311).
+        z_loss: adds `z_loss * logsumexp(logits)**2` for each valid label, times its weight (PaLM, arXiv 2204.02311).
         backend: "own", or "torch" for `F.linear_cross_entropy` of torch 2.13. In float32 torch's is as exact and as
             fast, but its gradients live as long as the sum. In bfloat16 torch's rounds the sum and d(weight) after
             every chunk: with 1024 chunks of 4 tokens the sum was a third of the exact one.
@@ -72,7 +72,7 @@ def linear_token_loss(
         vocabulary: V, needed with an axis.
 
     Bytes sent, all in forward, by each of R ranks for its n = B ceil(T / R) tokens, with w = 4 (8 in float64) and e
-    bytes per element in the dtype of matmuls. Chunks without labels of triples send nothing.
+    bytes per element in the dtype of matmuls. With triples, chunks without labels send nothing.
 
         "all_gather"       (R - 1) (n E e + w), and (R - 1) n w if any input requires a gradient
         "reduce_scatter"   (R - 1) 2 n w, and (R - 1) n E e if `hidden` requires a gradient
@@ -94,7 +94,7 @@ def linear_token_loss(
     """
     ranks = 1 if axis is None else Axis.of(axis).size
     label_lookup = token_labels(labels, ignore, ranks)
-    check(hidden, weight, label_lookup.shape, bias, chunk, ranks)
+    check(hidden, weight, labels.shape, bias, chunk, ranks)
     shard = VocabularyShard.of(len(weight), axis, vocabulary)
     run, dtype = find_backend(backend, z_loss, ranks), matmul_dtype(hidden)
     if backend == "torch" and isinstance(labels, LabelTriples):
@@ -110,11 +110,11 @@ def loss_chunk_tokens(tokens: int, dim: int, vocabulary: int, itemsize: int = 2,
     """Returns the default number of tokens in a chunk of the loss. Chunks are as equal as possible.
 
     A chunk's logits and their float32 copy may take 64 MiB, or half of the bytes of `hidden` [tokens, dim] and `weight`
-    [vocabulary, dim], whichever is more. For LLaMA-3-8B that is 683 tokens per chunk of 8192 tokens, and 4148 of
-    655360. Smaller chunks cost time, since each one reads the weight and adds to its full gradient.
+    [vocabulary, dim], whichever is more. For LLaMA-3-8B, 8192 tokens are in chunks of 683, and 655360 in chunks of
+    4148. Smaller chunks cost time, since each one reads the weight and adds to its full gradient.
 
-    With several ranks, the limit is half of the bytes of a rank's part of both. The tensors in flight count too: the
-    hidden states of this chunk and of the next, and the gradient of hidden states before and after its reduction.
+    With several ranks, the second limit is half of the bytes of a rank's part of both. The tensors in flight count too:
+    the hidden states of this chunk and of the next, and the gradient of hidden states before and after its reduction.
     """
     budget = max(2**26, (tokens + vocabulary) * dim * itemsize // (2 * ranks))
     wide_itemsize = 4 if itemsize < 4 else 0  # the float32 copy of 16-bit logits
@@ -125,10 +125,10 @@ def loss_chunk_tokens(tokens: int, dim: int, vocabulary: int, itemsize: int = 2,
 
 
 LossBackend = Callable[[Tensor, Tensor, Tensor | None, LinearLossSpec], Tensor]
-"""From hidden [T, E], weight [V, E] and bias [V] to the summed loss."""
+"""From hidden [n, E] of this rank's n tokens, weight [V_r, E], bias [V_r] and the call's options to the summed loss."""
 
 
-def with_torch(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
+def torch_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
     """Computes the summed loss by `F.linear_cross_entropy`."""
     labels = cast(SingleLabels, spec.labels)
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=spec.chunk, chunking_method=None, allow_retain_graph=True)
@@ -166,7 +166,7 @@ def find_backend(name: str, z_loss: float, ranks: int) -> LossBackend:
             "backend 'torch' has no z_loss, and needs torch 2.13 and one rank; "
             f"got z_loss={z_loss}, torch {torch.__version__} and {ranks} ranks"
         )
-    return with_torch if name == "torch" else cast(LossBackend, own_linear_loss)
+    return torch_linear_loss if name == "torch" else cast(LossBackend, own_linear_loss)
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:
@@ -181,11 +181,11 @@ def check(
     """Raises ValueError for shapes and dtypes that do not match, or a chunk below 1. Needs no device sync.
 
     Args:
-        label_shape: (B, T) of the labels of all ranks' tokens, with T padded to a multiple of the ranks.
+        label_shape: (B, T) of the labels of all ranks' tokens, with or without padding to a multiple of the ranks.
     """
-    all_tokens = (*hidden.shape[:1], *(n * ranks for n in hidden.shape[1:-1]))
-    expected = all_tokens, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
-    actual = label_shape, weight.shape, weight.shape[:1] if bias is None else bias.shape
+    rank_tokens = (*label_shape[:1], *(ceil(n / ranks) for n in label_shape[1:]))
+    expected = rank_tokens, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
+    actual = hidden.shape[:-1], weight.shape, weight.shape[:1] if bias is None else bias.shape
     if hidden.ndim != 3 or actual != expected:
         hidden_shape = f"[B, ceil(T / {ranks}), E], with this rank's rows of V:" if ranks > 1 else "[B, T, E],"
         shapes = [hidden.shape, weight.shape, label_shape, *([] if bias is None else [bias.shape])]

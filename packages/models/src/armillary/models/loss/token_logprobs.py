@@ -138,7 +138,7 @@ def token_logprobs(
     """
     ranks = 1 if axis is None else Axis.of(axis).size
     label_list = LabelList.of(labels, positions, ignore, hidden.shape, ranks)
-    check(hidden, weight, label_list.shape, bias, chunk, ranks)
+    check(hidden, weight, (label_list.shape[0], label_list.row_tokens), bias, chunk, ranks)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: it must be above 0")
     shard, dtype = VocabularyShard.of(len(weight), axis, vocabulary), matmul_dtype(hidden)
