@@ -12,9 +12,12 @@ from armillary.attention.call.spec import AttentionSpec, Saved, key_heads_of
 from armillary.attention.call.token_chunks import simulating
 from armillary.attention.kernels import Scores
 from armillary.attention.planning.memory import Sizes
+from armillary.core import compat
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig, StateConfig
+from armillary.models.block import Block
 from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, SimulatedStep, fake_world, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate
+from armillary.plan.memory.estimate.widths import Widths
 
 U8, R8 = {"ulysses": 8}, {"ring": 8}
 LLAMA = replace(LlamaConfig.llama3_8b(), layers=2)
@@ -129,6 +132,32 @@ def test_the_estimate_of_a_hybrid_agrees_with_the_simulation(job):
     simulated, estimated = simulate(job), estimate(job)
     assert estimated.device == pytest.approx(simulated.device, rel=0.04)
     assert estimated.host == pytest.approx(simulated.host, rel=0.04)
+
+
+AFTER_ATTENTION = ("o_proj.", "attn.c_proj.", "post_attention_layernorm.", "ln_2.", "mlp.")
+STATES = StateConfig(heads=16, key_heads=8, key_dim=128, value_dim=128)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("model", "mixer"),
+    [
+        (replace(LLAMA, qkv_bias=True, out_bias=True, mlp_bias=True), "attention"),
+        (QWEN, "attention"),
+        (GPT, "attention"),
+        (replace(LLAMA, mlp_bias=True, out_bias=True, mixers=DELTA, states=STATES), "delta_rule"),
+        (replace(LLAMA, mixers=MAMBA, states=STATES), "mamba2"),
+    ],
+    ids=["biases", "qwen", "gpt", "delta_rule", "mamba2"],
+)
+def test_widths_count_the_parameters_of_a_rank(model, mixer, tp):
+    with fake_world(tp=tp) as mesh:
+        step = SimulatedStep.of(job(model, {"tp": tp}, "local", on_host=False), mesh)
+    block = next(module for module in step.model.modules() if isinstance(module, Block))
+    sizes = {name: compat.local_part(x).numel() for name, x in block.named_parameters()}
+    after_attention = sum(size for name, size in sizes.items() if any(part in name for part in AFTER_ATTENTION))
+    widths = Widths.of(model, mixer).shard(tp)
+    assert (widths.block, widths.after_attention) == (sum(sizes.values()), after_attention)
 
 
 def test_hybrids_are_simulated_on_a_rank_with_incoming_states():

@@ -19,10 +19,11 @@ class Widths:
         head_norms: True if queries and keys have norms.
         block: number of parameters of a block.
         after_attention: number of these in the part after attention: output projection, second norm and MLP.
-        output_norm: number of parameters of the norm on the delta rule's outputs; 0 in other blocks.
+        output_norm: number of parameters of the norm on the delta rule's outputs, which tensor parallelism replicates.
+        output_biases: number of parameters of the biases of attention's output projection and the MLP's.
         table, head: numbers of parameters of embedding and head; 0 if they are tied, and so belong to the root.
-        root: number of parameters that stay gathered until the end of backward: the last norm, and a tied table with
-            learned positions.
+        root: number of parameters that stay gathered until the end of backward: the last norm, a tied table, and a
+            GPT's learned positions.
     """
 
     dim: int
@@ -37,6 +38,7 @@ class Widths:
     block: int
     after_attention: int
     output_norm: int
+    output_biases: int
     table: int
     head: int
     root: int
@@ -44,7 +46,7 @@ class Widths:
     @classmethod
     @lru_cache(maxsize=64)  # a search estimates thousands of steps of one model
     def of(cls, model: LlamaConfig | GPTConfig, mixer: Mixer = "attention") -> Widths:
-        """Returns the widths of a model, and of its blocks with one mixer."""
+        """Returns the widths of a model. Fields of a block, such as `block`, are those of its blocks with `mixer`."""
         llama = isinstance(model, LlamaConfig)
         if llama:
             block = model.block_parameters(mixer)
@@ -56,12 +58,14 @@ class Widths:
         inner = model.hidden_dim if llama else 4 * model.dim
         states = model.states if llama and mixer != "attention" else None
         mixed_width = model.heads * model.head_dim if states is None else states.values
-        # Output projection, MLP (SwiGLU has 3 matrices, a GPT's 2), and vectors: LLaMA's norm E; of a GPT the biases
-        # of output (E) and MLP (4 E, E) and its LayerNorm (2 E).
-        after_attention = (
-            mixed_width * model.dim + (3 if llama else 2) * model.dim * inner + (model.dim if llama else 8 * model.dim)
-        )
-        unit = 0 if not llama or model.tied_embeddings else model.vocab_size * model.dim
+        # Output projection, MLP (SwiGLU has 3 matrices, a GPT's 2), norm (a LayerNorm has 2 E) and biases.
+        output_bias = model.out_bias and states is None if llama else True
+        mlp_bias = model.mlp_bias if llama else True
+        output_biases = model.dim * (output_bias + mlp_bias)
+        hidden_layers, norm = (2, model.dim) if llama else (1, 2 * model.dim)  # layers from E to the MLP's width
+        after_attention = mixed_width * model.dim + (hidden_layers + 1) * model.dim * inner + norm + output_biases
+        after_attention += hidden_layers * inner if mlp_bias else 0
+        table = 0 if not llama or model.tied_embeddings else model.vocab_size * model.dim
         return cls(
             dim=model.dim,
             heads=model.heads,
@@ -75,24 +79,24 @@ class Widths:
             block=block,
             after_attention=after_attention,
             output_norm=states.value_dim if states is not None and mixer == "delta_rule" else 0,
-            table=unit,
-            head=unit,
-            root=outside_blocks - 2 * unit,
+            output_biases=output_biases,
+            table=table,
+            head=table,
+            root=outside_blocks - 2 * table,
         )
 
     def shard(self, ranks: int) -> Widths:
         """Returns the widths of one of `ranks` tensor-parallel ranks.
 
-        Norms, and a GPT's output biases and learned positions, are replicated; everything else is divided by `ranks`.
+        Heads, MLP and vocabulary are divided by `ranks`. Learned positions, output biases and norms are replicated,
+        except Mamba-2's norm on its outputs.
         """
         if ranks == 1:
             return self
-        # Replicated vectors in a block. LLaMA has two norms (2 E). A GPT has two LayerNorms (4 E) and the biases of two
-        # row-parallel layers (2 E).
-        unsharded_in_block = (2 if self.gated else 6) * self.dim + self.output_norm
-        unsharded_in_block += 2 * self.head_dim if self.head_norms else 0
-        # Of these, the second norm and both biases are after attention.
-        unsharded_after = self.dim if self.gated else 4 * self.dim
+        norm = self.dim if self.gated else 2 * self.dim  # a LayerNorm has a bias
+        # Replicated vectors in a block. The second norm and the biases are after attention.
+        unsharded_after = norm + self.output_biases
+        unsharded_in_block = norm + unsharded_after + self.output_norm + (2 * self.head_dim if self.head_norms else 0)
         table = self.vocabulary * self.dim
         unsharded_root = self.root - (table if self.tied else 0)
 
@@ -114,7 +118,7 @@ class Widths:
 
     @property
     def outside_blocks(self) -> int:
-        """Number of parameters outside of blocks: embedding, last norm and head."""
+        """Number of parameters outside of blocks: embedding, learned positions, last norm and head."""
         return self.table + self.head + self.root
 
     @property
