@@ -259,8 +259,8 @@ TRAIN = [
     ("--config unit.toml", "--config unit.toml: data.sequence_length = '64x'"),
     ("--config twice.toml", "--config twice.toml: data.sequence_length "),
     ("--config recipe-number.toml", "--config recipe-number.toml: recipe = 3"),
-    ("--config recipe-none.toml", "--recipe none: "),
-    ("--config recipe-module.toml", "--recipe no_such_module:f: "),
+    ("--config recipe-none.toml", "--config recipe-none.toml: recipe = none: known are debug, "),
+    ("--config recipe-module.toml", "--config recipe-module.toml: recipe = no_such_module:f: "),
 ]
 
 EXPORT = [

@@ -15,7 +15,7 @@ from armillary.train.config.overlay import flag, flat, overlay_settings
 
 def recipe_config(name: str) -> Config:
     """Returns the configuration of a recipe, which is given by a built-in name or as "my.module:function"."""
-    config = find_recipe(name)()
+    config = find_recipe(name, f"--recipe {name}")()
     assert isinstance(config, Config)
     return config
 

@@ -36,7 +36,7 @@ class Source:
     recipe: str | None = None
     """debug (default), llama3_{8b_{128k,1m,5m},70b_128k}, gpt_wallfacer_{3b,7b}, finetune, hybrid, my.mod:function."""
     config: Path | None = None
-    """TOML file of armillary-plan, armillary-tune or your own, or the config.json of an earlier run."""
+    """TOML file of armillary-plan, armillary-tune or your own, or an earlier run's config.json; may name the recipe."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,7 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     """Returns the command and lines to print: the recipe's name, and the fields that differ from the recipe.
 
     Raises:
-        ValueError: no such recipe or file, an unknown key or flag, a value of the wrong kind, or an option of a dry run
-            without --dry-run.
+        ValueError: as `read_source`, an unknown flag, or an option of a dry run without --dry-run.
     """
     source, recipe, config = read_source(argv, PROGRAM)
     command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
@@ -94,24 +93,30 @@ def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Conf
     """Returns (names of recipe and file, the recipe's configuration, the configuration updated from the file).
 
     Raises:
-        ValueError: no such recipe or file, an error in a recipe, an unknown key, or a value of the wrong kind.
+        ValueError: no such recipe, an error in a recipe, a file that cannot be read, an unknown key, or a value of the
+            wrong kind.
     """
     source = parse_known(argv, Source, program)
     settings = {} if source.config is None else read_settings(source.config)
     name = settings.pop("recipe", "debug")
     if not isinstance(name, str):
-        raise ValueError(f"--config {source.config}: recipe = {name!r} is no name")
-    name = name if source.recipe is None else source.recipe
-    make_recipe = find_recipe(name)
-    with recipe_errors(name):
+        raise ValueError(f"--config {source.config}: recipe = {name!r} must be a name")
+    label = f"--config {source.config}: recipe = {name}"
+    if source.recipe is not None:
+        name, label = source.recipe, f"--recipe {source.recipe}"
+    make_recipe = find_recipe(name, label)
+    with recipe_errors(label):
         recipe = make_recipe()
     if not isinstance(recipe, Config):
-        raise ValueError(f"--recipe {name}: it returns {type(recipe).__name__}, not a Config")
+        raise ValueError(f"{label}: it returns {type(recipe).__name__}, not a Config")
     return replace(source, recipe=name), recipe, overlay_settings(recipe, settings, source.config or Path(), RENAMED)
 
 
-def find_recipe(name: str) -> Callable[[], object]:
+def find_recipe(name: str, label: str) -> Callable[[], object]:
     """Returns the recipe of this name, or the function "my.module:function", importable from the working directory.
+
+    Args:
+        label: start of error messages: the flag or the file that names the recipe.
 
     Raises:
         ValueError: no such recipe, module or function, or an error in the module.
@@ -119,29 +124,29 @@ def find_recipe(name: str) -> Callable[[], object]:
     module, colon, function = name.partition(":")
     if not colon:
         if name not in RECIPES:
-            raise ValueError(f"--recipe {name}: known are {', '.join(RECIPES)}; your own is my.module:function")
+            raise ValueError(f"{label}: known are {', '.join(RECIPES)}; your own is my.module:function")
         return RECIPES[name]
     if "" not in sys.path:
         sys.path.insert(0, "")  # the working directory, which `python -m` searches, but a console script does not
-    with recipe_errors(name):
+    with recipe_errors(label):
         recipe = getattr(import_module(module), function, None)
     if not callable(recipe):
-        raise ValueError(f"--recipe {name}: {module} has no function {function!r}")
+        raise ValueError(f"{label}: {module} has no function {function!r}")
     return recipe
 
 
 @contextmanager
-def recipe_errors(recipe: str) -> Generator[None]:
-    """Turns any exception of a recipe into a ValueError, with type and `location_of` unless a module is missing."""
+def recipe_errors(label: str) -> Generator[None]:
+    """Turns an exception of a recipe into a ValueError with its type and place, without both if a module is missing."""
     try:
         yield
     except Exception as error:
         prefix = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}{location_of(error)}: "
-        raise ValueError(f"--recipe {recipe}: {prefix}{error}") from error
+        raise ValueError(f"{label}: {prefix}{error}") from error
 
 
 def location_of(error: Exception) -> str:
-    """Returns " at FILE:LINE" of the innermost frame outside of this file and importlib; "" without such a frame."""
+    """Returns " at FILE:LINE" of a syntax error, else of the last frame outside of this file and importlib, or ""."""
     if isinstance(error, SyntaxError):
         return f" at {error.filename}:{error.lineno}"
     frames = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
