@@ -53,22 +53,22 @@ class Manifest:
 
         Raises:
             Damaged: the manifest is missing, has changed, or a field is missing or invalid.
-            ValueError: the manifest has another format, or this process may not read it.
+            ValueError: the manifest has another format, or this process cannot read it.
         """
         fields = read_checked(folder / MANIFEST)
         version = fields.get("format")
         if type(version) is not int:  # `isinstance` would take True for 1
-            raise Damaged(f"{MANIFEST} has no format, but {version!r}")
+            raise Damaged(f"{MANIFEST}: format: {version!r} is not an integer")
         if version > FORMAT:
             raise ValueError(f"{folder} has format {version}; this version of armillary-train reads format {FORMAT}")
         if version < FORMAT:
             raise ValueError(
-                f"{folder} has format {version}, and this version of armillary-train reads format {FORMAT}; run "
-                "armillary-export of the version that wrote it, and start from that folder with --model.pretrained"
+                f"{folder} has format {version}, and this version of armillary-train reads format {FORMAT}; export it "
+                "with armillary-export of the version that wrote it, and start from the export with --model.pretrained"
             )
         try:
             # Through JSON: strict validation of Python values would refuse a dict for the dataclass `FileRecord`.
-            manifest = MANIFESTS.validate_json(json.dumps(fields), strict=True)
+            manifest = VALIDATOR.validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             raise Damaged(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -78,7 +78,7 @@ class Manifest:
         return manifest
 
 
-MANIFESTS = TypeAdapter(Manifest)
+VALIDATOR = TypeAdapter(Manifest)
 
 
 def checkpoint_fault(folder: CheckpointFolder, step: int, reader: int = 0, readers: int = 1) -> str | None:
@@ -88,7 +88,7 @@ def checkpoint_fault(folder: CheckpointFolder, step: int, reader: int = 0, reade
         reader, readers: as for `file_fault`.
 
     Raises:
-        ValueError: the manifest has another format, or this process may not read a file.
+        ValueError: the manifest has another format, or this process cannot read a file.
     """
     try:
         manifest = Manifest.read(folder.path_of(step))
@@ -100,7 +100,7 @@ def checkpoint_fault(folder: CheckpointFolder, step: int, reader: int = 0, reade
 
 
 def is_copy(folder: CheckpointFolder, step: int) -> bool:
-    """Returns True if the folder of `step` has the manifest of another step."""
+    """Returns True if the folder of `step` is a copy of another step's, by its manifest."""
     try:
         return Manifest.read(folder.path_of(step)).step != step
     except Damaged:
