@@ -25,6 +25,9 @@ SMALL = {"vocab_size": VOCABULARY, "max_position_embeddings": 128, "num_hidden_l
 SMALL |= {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 IN_FLOAT64 = {"experts_implementation": "eager"}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0], "rope_theta": 1e4}
+LONGROPE |= {"original_max_position_embeddings": 44}
 MODELS = {
     "llama": ("Llama", {}),
     "mistral, narrow": ("Mistral", {"sliding_window": 5}),
@@ -32,6 +35,9 @@ MODELS = {
     "mistral, wider than a shard": ("Mistral", {"sliding_window": 17}),
     "mistral, no window": ("Mistral", {"sliding_window": None}),
     "qwen3": ("Qwen3", {}),
+    # Scaling starts at position 44, which one of the four shards has.
+    "llama, dynamic": ("Llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 44}),
+    "phi3, longrope": ("Phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 44}),
     "gpt-bigcode, position ids for masks alone": ("GPTBigCode", {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}),
     "qwen2-moe, a window of 0 that no layer has": (
         "Qwen2Moe",

@@ -19,6 +19,7 @@ from torch import nn
 
 from armillary.attention.context_parallel.registries import Registries, method_of_implementation
 from armillary.attention.methods.base import Method
+from armillary.integrations.transformers.rope import RopeHook, depends_on_last_position
 from armillary.integrations.transformers.states import (
     STATE_LAYERS,
     StateHook,
@@ -70,6 +71,9 @@ def wrap_models(models: Any) -> None:
             if has_sharded_states(type(model)) and not any(isinstance(hook, StateHook) for hook in hooks):
                 route_states(type(model))
                 model.register_forward_pre_hook(StateHook(method_of, check_modules), with_kwargs=True)
+            ropes = [getattr(part, "rope_parameters", None) for part in parts_of(model.config)]
+            if depends_on_last_position(ropes) and not any(isinstance(hook, RopeHook) for hook in hooks):
+                model.register_forward_pre_hook(RopeHook(method_of, sharded_modules))
             if computes_loss(type(model)) and _refuse_labels not in model._forward_pre_hooks.values():
                 model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
         return choose(model, requested_attention, *args, **kwargs)
