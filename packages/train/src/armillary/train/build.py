@@ -74,8 +74,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     if config.model.pretrained is not None:
         weight_map(config.model.pretrained)  # raises for a folder without weights, before memory is allocated for them
     mesh = mesh_of(config, device, axes)
-    # 2. The model, with an embedding for each token of the data's vocabulary. It is sharded on the meta device, where
-    # no memory is allocated.
+    # 2. The model, with an embedding for each token of the data's vocabulary, on the meta device (without memory).
     stores = open_stores(config.data, config.model.pretrained)
     vocab_size = vocabulary_size(stores, config.model, task_vocabulary(config.data))
     stores = [store.with_vocabulary(vocab_size) for store in stores]

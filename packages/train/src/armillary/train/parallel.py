@@ -19,9 +19,7 @@ DATA_AXES = ("replicate", "shard", "nodes", "devices", "ring", "ulysses")
 
 
 def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.device:
-    """Returns this rank's device: its own GPU if the machine has one for each of its ranks, otherwise the CPU.
-
-    `config.device` may demand either. A GPU becomes the current device.
+    """Returns this rank's device: a GPU, made current, if the machine has one for each of its ranks, otherwise the CPU.
 
     Args:
         flag: the flag that sets `config.device`, for messages.
@@ -43,8 +41,7 @@ def choose_axes(config: Config, world: int) -> dict[str, int]:
     """Returns the sizes of all axes for `world` ranks.
 
     Ring or ulysses, if not configured, gets the ranks that remain. If neither is configured, ulysses is at most ring,
-    because few head counts allow a large ulysses. `build_mesh` refuses the result if the configured axes do not divide
-    `world`.
+    because few head counts allow a large ulysses. `build_mesh` refuses axes that do not divide `world`.
     """
     parallel = config.parallel
     ring, ulysses = (parallel.ring, parallel.ulysses) if parallel.cp is None else split_cp(config, parallel.cp)

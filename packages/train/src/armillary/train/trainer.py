@@ -38,8 +38,7 @@ def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str]
         notes: lines that rank 0 prints before the first step.
 
     Raises:
-        ValueError: before the first step: the configuration is invalid, or configuration or data differ between ranks.
-            Later (`DamagedInput`): a token store is damaged.
+        ValueError: the configuration is invalid, it or the data differ between ranks, or a token store is damaged.
         FloatingPointError: a loss or gradient is not finite, on every rank (`--train.bad-step`).
         OSError: the last checkpoint cannot be saved or exported; on every rank.
         TimeoutError: a rank is missing.
@@ -111,8 +110,7 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
                     watchdog.start_phase("validating", step)
                     summary.validation = validate(run)
                     reporter.on_validation(step, summary.validation)
-                # Every `save.every` steps: a checkpoint, which a thread writes during the next steps. Part 3 saves the
-                # last step, and a bad step is not saved.
+                # Every `save.every` steps, except bad ones and the last: a checkpoint, which a thread writes meanwhile.
                 if step % config.save.every == 0 and step < steps and result.good:
                     watchdog.start_phase("saving", step)
                     checkpoints.start(step)
