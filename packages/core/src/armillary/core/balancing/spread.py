@@ -154,9 +154,7 @@ class RingShares:
 def spread_spans(
     length: int, shards: int, rows: Sequence[Slices], work: Work, send_cost: float, sides: tuple[int, ...] = (0,)
 ) -> list[list[range]] | None:
-    """Returns the spans of each shard: in an even layout without cuts if one is found, else in the cheapest even one.
-
-    None if no candidate is even.
+    """Returns each shard's spans in an even layout: one without cuts, else the cheapest. None if no layout is even.
 
     Args:
         send_cost: as in `SequenceLayout.balanced`.
