@@ -17,7 +17,7 @@ from armillary.attention.methods.base import Method
 
 def depends_on_last_position(rope: Any) -> bool:
     """Returns True if a config's RoPE parameters, or a module's `rope_type`, name such a type for any layer."""
-    return any(f"'{name}'" in repr(rope) for name in ("dynamic", "longrope"))
+    return any(name in repr(rope) for name in ("dynamic", "longrope"))  # transformers too looks for "dynamic" in a type
 
 
 HOOKED = "armillary_last_position"
