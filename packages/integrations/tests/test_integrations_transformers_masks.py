@@ -301,7 +301,7 @@ def test_an_explicit_mask_is_used_with_the_window_of_each_layer(worlds):
 REFUSED = {
     "bert, no positions": "as if they were the first of the sequence",
     "bert, positions of a shard": "not beyond those of the tokens before it",
-    "bert, with a pooler": "BertModel.pooler (BertPooler) takes the first token of each shard",
+    "bert, with a pooler": "BertModel returns pooler_output",
     "modernbert, no positions": "transformers does not look for documents",
     "qwen2_vl, no positions": "which are not beyond",
     "mistral, full mask": "has causal=False, but the model is causal",

@@ -1,11 +1,16 @@
-"""TRL's GRPOTrainer and DPOTrainer on shards: logs and weights equal TRL's on one rank."""
+"""TRL's GRPOTrainer, DPOTrainer and RewardTrainer on shards: logs and weights equal TRL's on one rank."""
 
 import pytest
 import torch
 
 from armillary.attention import build_attention
 from armillary.core.testing import mesh, relative_error
-from armillary.integrations import ContextParallelDPOTrainer, ContextParallelGRPOTrainer, register_transformers
+from armillary.integrations import (
+    ContextParallelDPOTrainer,
+    ContextParallelGRPOTrainer,
+    ContextParallelRewardTrainer,
+    register_transformers,
+)
 from armillary.integrations.testing import accelerated
 
 trl = pytest.importorskip("trl")
@@ -14,12 +19,13 @@ datasets, tokenizers, transformers = (pytest.importorskip(name) for name in ("da
 VOCABULARY = 32
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
-METHODS = {"ring": {"ring": 2}, "ulysses": {"ulysses": 2}, "usp": {"ring": 2, "ulysses": 2}}
+METHODS = {"ring": {"ring": 2}, "ring of 4": {"ring": 4}, "ulysses": {"ulysses": 2}, "usp": {"ring": 2, "ulysses": 2}}
 GRPO = {
     "clipped": {"loss_type": "grpo", "beta": 0.1, "num_iterations": 2, "epsilon": 0.02, "learning_rate": 0.1},
     "tokens": {"loss_type": "dapo", "top_entropy_quantile": 0.5, "num_generations": 2},
 }
 DPO = {"gradient_checkpointing": True, "loss_type": ["sigmoid", "ipo"]}
+REWARD = {"center_rewards_coefficient": 0.1, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.1}
 MEASURED = ("runtime", "per_second", "flos", "step_time")
 
 
@@ -28,6 +34,10 @@ class LongGRPOTrainer(ContextParallelGRPOTrainer, trl.GRPOTrainer):
 
 
 class LongDPOTrainer(ContextParallelDPOTrainer, trl.DPOTrainer):
+    pass
+
+
+class LongRewardTrainer(ContextParallelRewardTrainer, trl.RewardTrainer):
     pass
 
 
@@ -93,6 +103,13 @@ def trainer(kind: type, folder, output, implementation: str, **changes):
         args = trl.GRPOConfig(str(output), model_init_kwargs=loaded, **options | changes)
         prompts = datasets.Dataset.from_list([{"prompt": text(5 + 3 * i, i)} for i in range(6)])
         return kind(str(folder), reward, args, prompts, processing_class=tokenizer, **functions)
+    if issubclass(kind, trl.RewardTrainer):
+        args = trl.RewardConfig(str(output), **COMMON | {"per_device_train_batch_size": 3, "max_length": 20} | changes)
+        pairs = [{"chosen": text(5 + i, i), "rejected": text(12 - 2 * i, 9 + i), "margin": 0.1 * i} for i in range(6)]
+        torch.manual_seed(1)  # for the weights of the head
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **loaded)
+        data = datasets.Dataset.from_list(pairs)
+        return kind(model, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
     args = trl.DPOConfig(str(output), **COMMON | {"per_device_train_batch_size": 3, "beta": 0.5} | changes)
     rows = [
         {"prompt": text(4 + i, i), "chosen": " " + text(3 + i, 10 + i), "rejected": " " + text(9 - i, 20 + i)}
@@ -114,7 +131,7 @@ def train(kind: type, folder, output, implementation: str, **changes):
 
 def on_ranks(folder, output, name: str, cases: list):
     over = mesh(**{"ring": 1, "ulysses": 1} | METHODS[name])
-    register_transformers(build_attention(name, over), name)
+    register_transformers(build_attention(name.split()[0], over), name)
     with accelerated():
         return [train(kind, folder, output / f"{name}{i}", name, **changes) for i, (kind, changes) in enumerate(cases)]
 
@@ -141,17 +158,19 @@ def check(actual, expected):
 )
 def test_steps_and_metrics_equal_one_rank(worlds, folder, tmp_path, name):
     cases = [(LongGRPOTrainer, changes) for changes in GRPO.values()] + [(LongDPOTrainer, DPO)]
+    cases += [(LongRewardTrainer, REWARD)]
     ranks = 1
     for size in METHODS[name].values():
         ranks *= size
     results = worlds(ranks).run(on_ranks, folder, tmp_path, name, cases)
-    kinds = {LongGRPOTrainer: trl.GRPOTrainer, LongDPOTrainer: trl.DPOTrainer}
+    kinds = {LongGRPOTrainer: trl.GRPOTrainer, LongDPOTrainer: trl.DPOTrainer, LongRewardTrainer: trl.RewardTrainer}
     for i, (kind, changes) in enumerate(cases):
         with accelerated():
             expected = train(kinds[kind], folder, tmp_path / f"one{i}", "sdpa", **changes)
         for rank in results:
             check(rank[i], expected)
     assert results[0][0][0][1]["clip_ratio/region_mean"] > 0 and "rewards/margins" in results[0][2][0][0]
+    assert "eval_loss" in results[0][3][0][1] and "margin" in results[0][3][0][0]
 
 
 @pytest.mark.long

@@ -3,11 +3,16 @@
 from armillary.integrations.accelerate import share_rows
 from armillary.integrations.trainer import ContextParallelTrainer
 from armillary.integrations.transformers.attention import register_transformers
-from armillary.integrations.trl import ContextParallelDPOTrainer, ContextParallelGRPOTrainer
+from armillary.integrations.trl import (
+    ContextParallelDPOTrainer,
+    ContextParallelGRPOTrainer,
+    ContextParallelRewardTrainer,
+)
 
 __all__ = [
     "ContextParallelDPOTrainer",
     "ContextParallelGRPOTrainer",
+    "ContextParallelRewardTrainer",
     "ContextParallelTrainer",
     "register_transformers",
     "share_rows",

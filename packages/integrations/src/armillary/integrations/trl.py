@@ -1,7 +1,7 @@
-"""Context parallelism in TRL's GRPOTrainer and DPOTrainer: a mixin, listed as a base class before them.
+"""Context parallelism in TRL's GRPOTrainer, DPOTrainer and RewardTrainer: a mixin, listed as a base class before them.
 
-Only the model's forward and backward are sharded. Every rank gathers the model's per-token results, such as
-log-probabilities, of whole rows, and TRL computes its loss and metrics from them as on one rank.
+Only the model's forward and backward are sharded. Every rank gets the model's results for whole rows, such as
+log-probabilities of tokens or scores of rows, and TRL computes its loss and metrics from them as on one rank.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.attention import ContextParallel
+from armillary.attention.context_parallel.batch import ContextParallelBatch
 from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
 from armillary.attention.post_training import segment_sum
 from armillary.integrations.accelerate import RowGroups
 from armillary.integrations.trainer import SharedRowsTrainer
 from armillary.integrations.trainer_checks import check_settings, method_of
-from armillary.integrations.transformers.inputs import shard_inputs
+from armillary.integrations.transformers.inputs import TOKENS, shard_inputs
 from armillary.integrations.transformers.models import padding_idx_of
+from armillary.integrations.transformers.row_outputs import scores_row_ends
 
 PER_TOKEN = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 """Outputs of TRL's fused LM head with one value for each token."""
@@ -52,11 +54,8 @@ class ShardedForward:
         if not fused_lm_head:
             raise ValueError("fused_lm_head=False: the model's logits are only of one rank's tokens")
         rows, length = input_ids.shape
-        if inputs.get("position_ids") is None:
-            # Decoders of transformers count positions from the start of a row, padding on the left included.
-            inputs["position_ids"] = torch.arange(length, device=input_ids.device)[None]
         # 1. Forward on this rank's shard.
-        batch, shard = shard_inputs(self.cp, {"input_ids": input_ids, **inputs})
+        batch, shard = _shard_with_positions(self.cp, {"input_ids": input_ids, **inputs})
         with batch:
             outputs = self.model(**shard, fused_lm_head=True)
         values = {name: x for name in PER_TOKEN if (x := getattr(outputs, name, None)) is not None}
@@ -71,6 +70,36 @@ class ShardedForward:
         if "is_top1" in values:
             values["is_top1"] = values["is_top1"] > 0  # summed as a number, bool in TRL
         return SimpleNamespace(**{name: values.get(name) for name in PER_TOKEN})
+
+
+class ShardedScores:
+    """A sequence classifier that takes whole rows, computes this rank's shard and returns the scores of rows.
+
+    Bytes sent in addition to the model's: see `shard_inputs`.
+    """
+
+    def __init__(self, model: Any, cp: ContextParallel) -> None:
+        self.model, self.cp = model, cp
+
+    def __call__(self, **inputs: Any) -> Any:
+        # Other tensors of TRL's batch, such as the margin of each pair, are not for the model.
+        tokens = {name: x for name, x in inputs.items() if name in TOKENS or not isinstance(x, Tensor)}
+        batch, shard = _shard_with_positions(self.cp, tokens)
+        with batch:
+            return self.model(**shard)
+
+
+def _shard_with_positions(
+    cp: ContextParallel, inputs: Mapping[str, Any]
+) -> tuple[ContextParallelBatch, dict[str, Any]]:
+    """Returns `shard_inputs` of a batch whose positions, if it has none, count from the start of each row.
+
+    Decoders of transformers count so, padding on the left included.
+    """
+    if inputs.get("position_ids") is None:
+        ids: Tensor = inputs["input_ids"]
+        inputs = {**inputs, "position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
+    return shard_inputs(cp, inputs)
 
 
 class GroupAccelerator:
@@ -102,7 +131,7 @@ class GroupAccelerator:
 
 
 class _PolicyTrainer(SharedRowsTrainer):
-    """Base of both mixins: ranks of a sequence share rows, and losses take per-token values of whole rows."""
+    """Base of all mixins: ranks of a sequence share rows, and losses take values of whole rows."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -265,3 +294,44 @@ class ContextParallelDPOTrainer(_PolicyTrainer):
                 return super()._compute_loss(ShardedForward(model, self.cp), inputs, return_outputs)
         finally:
             self.ref_model = reference
+
+
+class ContextParallelRewardTrainer(_PolicyTrainer):
+    """A mixin before TRL's RewardTrainer: the ranks of a method share each row.
+
+        model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+
+        class LongRewardTrainer(ContextParallelRewardTrainer, RewardTrainer): ...
+
+        LongRewardTrainer(cp.prepare(model), args, train_dataset=preferences, ...).train()
+
+    A group is the ranks that share a sequence. Losses, gradients, logged metrics and predictions equal those of an
+    unsharded run with one rank for each group, and `per_device_train_batch_size` counts rows of a group.
+
+    Bytes sent in addition to the model's: see `ShardedScores`.
+
+    Attributes:
+        cp: the `ContextParallel` of the model's method.
+        groups: the groups of ranks that read the same rows.
+
+    Raises:
+        ValueError: on every rank. In the constructor: settings that are wrong or untested on shards; a model that does
+            not score the last token of each row. In a step: different rows on the ranks of a group.
+    """
+
+    def _refusals(self, cp: ContextParallel) -> Generator[str]:
+        yield from super()._refusals(cp)
+        model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft
+        if not scores_row_ends(type(model)):
+            yield f"{type(model).__name__} does not score the last token of each row, as *ForSequenceClassification do"
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        with self._counting_groups():
+            return super().compute_loss(ShardedScores(model, self.cp), inputs, return_outputs, num_items_in_batch)

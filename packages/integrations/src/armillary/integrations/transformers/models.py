@@ -10,16 +10,23 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from inspect import getsource, signature, unwrap
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from armillary.attention.context_parallel.registries import Registries, method_of_implementation
 from armillary.attention.methods.base import Method
 from armillary.integrations.transformers.rope import RopeHook, depends_on_last_position
+from armillary.integrations.transformers.row_outputs import (
+    LOSS_CHECKED,
+    check_outputs,
+    find_row_ends,
+    refuse_kept_logits,
+    scores_row_ends,
+)
 from armillary.integrations.transformers.states import (
     STATE_LAYERS,
     StateHook,
@@ -74,6 +81,9 @@ def wrap_models(models: Any) -> None:
             ropes = [getattr(part, "rope_parameters", None) for part in parts_of(model.config)]
             if depends_on_last_position(ropes) and not any(isinstance(hook, RopeHook) for hook in hooks):
                 model.register_forward_pre_hook(RopeHook(method_of, sharded_modules))
+            if eager(_check_outputs) not in model._forward_hooks.values():
+                model.register_forward_pre_hook(eager(_before_forward), with_kwargs=True)
+                model.register_forward_hook(eager(_check_outputs), with_kwargs=True)
             if computes_loss(type(model)) and _refuse_labels not in model._forward_pre_hooks.values():
                 model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
         return choose(model, requested_attention, *args, **kwargs)
@@ -82,7 +92,7 @@ def wrap_models(models: Any) -> None:
         function = loss.fget(model)
         # Only users set `_loss_function`. A user's loss is not checked.
         unchecked = shards_of(model.config) == 1 or hasattr(model, "_loss_function")
-        return function if unchecked else partial(_checked_loss, function, model.config)
+        return function if unchecked else partial(_checked_loss, function, model)
 
     setattr(check_and_choose, MARK, True)
     base.get_correct_attn_implementation = check_and_choose
@@ -159,11 +169,6 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
 
 def _check_sharded(label: str, module: nn.Module) -> None:
     """Raises ValueError for a module whose results are wrong if a sequence is on several ranks."""
-    if type(module).__name__.endswith("Pooler"):
-        raise ValueError(
-            f"{label} takes the first token of each shard, not of the sequence: create the model with "
-            "add_pooling_layer=False"
-        )
     for setting, use in MIXING_SETTINGS.items():
         if getattr(module, setting, False) is True:
             raise ValueError(f"{label} {use}, within each shard only: set {setting}=False in the config")
@@ -241,7 +246,32 @@ def computes_loss(model: type) -> bool:
         source = getsource(unwrap(model.forward))
     except (OSError, TypeError):
         return False
-    return "labels" in source and "loss_function" not in source
+    return "labels" in source and "loss_function" not in source and not scores_row_ends(model)
+
+
+@cache
+def eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a hook that communicates as one that graphs of torch.compile do not contain; the same one every time."""
+    return cast(Callable[..., Any], torch.compiler.disable(function))
+
+
+def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pre-forward hook of a model on several ranks: refuses to keep some logits, and finds the ends of scored rows."""
+    method = method_of(model.config)
+    if method is None or method.shards == 1:
+        return
+    keep = kwargs.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        refuse_kept_logits(keep, method)
+    if scores_row_ends(type(model)):
+        find_row_ends(method, model, args, kwargs)
+
+
+def _check_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook of a model: `check_outputs` on several ranks."""
+    method = method_of(model.config)
+    if method is not None and method.shards > 1:
+        check_outputs(method, model, args, kwargs, output)
 
 
 def _refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -283,13 +313,15 @@ def parts_of(config: Any) -> list[Any]:
     return [config, *(part for part in parts if part is not None)]
 
 
-def _checked_loss(function: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+def _checked_loss(function: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Calls a model's own loss, if the losses of shards add up to the loss of the sequence.
 
     Raises:
         ValueError: labels that the model would shift within the shard, a mean over the shard's labels alone, a loss
             that does not predict the next token, or an auxiliary loss, which is not a sum over tokens.
     """
+    if scores_row_ends(type(model)):
+        return function(*args, **kwargs)  # from scores and labels of whole rows
     if "shift_labels" not in signature(function).parameters:
         raise ValueError(
             f"{getattr(function, '__name__', function)} takes no shift_labels: a shard has labels only for a loss of "
@@ -301,6 +333,7 @@ def _checked_loss(function: Callable[..., Any], config: Any, *args: Any, **kwarg
             f"the loss of a shard needs {' and '.join(missing)}: labels are shifted before they are sharded, and the "
             "sum of losses is divided by the count of all ranks. `cp.shard(ids).inputs` has both"
         )
-    if any(getattr(part, "output_router_logits", False) for part in parts_of(config)):
+    if any(getattr(part, "output_router_logits", False) for part in parts_of(model.config)):
         raise ValueError(ROUTER_LOSS_ERROR)
+    setattr(model, LOSS_CHECKED, True)
     return function(*args, **kwargs)

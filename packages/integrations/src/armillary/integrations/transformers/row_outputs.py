@@ -1,0 +1,236 @@
+"""Outputs of a model with one value per row, such as a reward or a class, when ranks share each row.
+
+A head that takes one token, or the mean of tokens, takes it from its shard, and each rank returns something else.
+`score_row_ends` makes scores of a row's last token right on every rank; `check_outputs` refuses all other such outputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from inspect import unwrap
+from types import CodeType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from armillary.attention import Method
+from armillary.attention.call.validation import over_all_ranks
+from armillary.attention.context_parallel.communication import gather_integers, method_axes, sum_over_axes
+from armillary.attention.context_parallel.sequence import current_sequence
+from armillary.core import SequenceLayout
+
+LAST_TOKEN = "last_non_pad_token"
+"""Variable of transformers' sequence classifiers: the index of the last token of each row that is no padding."""
+
+LOSS_CHECKED = "armillary_loss_checked"
+"""Attribute of a model whose loss function was called since its last forward, by `models._checked_loss`."""
+
+ROW_ENDS = "armillary_row_ends"
+"""Attribute of a classifier's head during a forward: the `RowEnds`. The head keeps its hook when it is copied."""
+
+
+class RowEnds(NamedTuple):
+    """The last token of each row that is no padding.
+
+    Args:
+        method: the attention method.
+        indices: [B], local index of the row's last token on the rank that has it; 0 on others.
+        is_local: bool [B], True on the rank that has the row's last token.
+    """
+
+    method: Method
+    indices: Tensor
+    is_local: Tensor
+
+
+def scores_row_ends(model: type) -> bool:
+    """Returns True if a class of models scores all tokens and returns the score of each row's last one."""
+    return _forward_of_classifier(model) is not None
+
+
+def _forward_of_classifier(model: type) -> CodeType | None:
+    """Returns the code of the forward that picks each row's last token, which a class may inherit; None without one."""
+    forwards = (unwrap(vars(base)["forward"]) for base in model.__mro__ if "forward" in vars(base))
+    codes = (forward.__code__ for forward in forwards if hasattr(forward, "__code__"))
+    return next((code for code in codes if LAST_TOKEN in code.co_varnames), None)
+
+
+def find_row_ends(method: Method, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Before the forward of a classifier: tells its head where each row ends.
+
+    Bytes sent: a `gather_integers` of B integers. Every rank of the method must call it.
+
+    Raises:
+        ValueError: labels of tokens, which `batch.inputs` has; on every rank, a shard without tokens.
+    """
+    if kwargs.get("shift_labels") is not None:
+        raise ValueError(
+            f"{type(model).__name__} was given labels {list(kwargs['shift_labels'].shape)} of tokens (batch.inputs); "
+            "it takes one per row: model(batch.ids, attention_mask=batch.attention_mask, "
+            "position_ids=batch.position_ids, labels=labels). Its loss is then that of whole rows on every rank: call "
+            "backward on it, without cp.loss"
+        )
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    tokens = kwargs["inputs_embeds"] if ids is None else ids
+    layout = _current_layout(method)
+    if layout is None:  # attention will raise
+        return
+    if not min(layout.sizes):
+        raise ValueError(
+            f"{layout} has shards without tokens, which {type(model).__name__} cannot score: use less ranks"
+        )
+    positions = layout.positions(method.shard).to(tokens.device)
+    # As in transformers: the last token whose id is not that of padding, or the last of all if there is no such id.
+    padding: int | None = model.config.get_text_config().pad_token_id
+    ends = torch.full((len(tokens),), layout.length - 1, device=tokens.device)
+    if padding is not None and ids is not None:
+        local_ends = torch.where(ids != padding, positions, 0).amax(1)
+        ends = torch.tensor(gather_integers([local_ends.tolist()], method), device=ids.device).amax(0)
+    matches = positions == ends[:, None]
+    head = _head_of(model)
+    setattr(head, ROW_ENDS, RowEnds(method, matches.int().argmax(1), matches.any(1)))
+    if score_row_ends not in head._forward_hooks.values():
+        head.register_forward_hook(score_row_ends)
+
+
+def _head_of(model: Any) -> Any:
+    """Returns the module of a classifier that scores tokens."""
+    code = _forward_of_classifier(type(model))
+    modules = [getattr(model, name, None) for name in (code.co_names if code else ())]
+    labels: int = model.config.num_labels
+    heads = [module for module in modules if getattr(module, "out_features", None) == labels]
+    if len(heads) != 1:
+        raise ValueError(f"{type(model).__name__} has {len(heads)} modules with {labels} outputs (num_labels), not one")
+    return heads[0]
+
+
+def score_row_ends(head: nn.Module, args: tuple[Any, ...], scores: Tensor) -> Tensor:
+    """Forward hook of a classifier's head: gives every token [B, T, labels] the score of its row's last token.
+
+    Whichever token of its shard the model then picks, it gets the right score. Gradients are multiplied by the number
+    of ranks that share a row, for FSDP2, DDP or `ContextParallel.reduce_gradients` to average.
+
+    Bytes sent: an `all_reduce` of [B, labels] on each axis of the method, in forward and in backward.
+    """
+    ends: RowEnds | None = vars(head).pop(ROW_ENDS, None)
+    if ends is None:
+        return scores
+    local = scores[torch.arange(len(scores), device=scores.device), ends.indices]
+    local = local.masked_fill(~ends.is_local[:, None], 0)
+    return sum_over_axes(local, method_axes(ends.method))[:, None].expand_as(scores)
+
+
+def refuse_kept_logits(keep: Any, method: Method) -> None:
+    """Raises ValueError for `logits_to_keep`, which a model would apply to the tokens of its shard."""
+    layout = _current_layout(method)
+    tokens = " " if layout is None else f" {layout.sizes[method.shard]} tokens of this shard, not the {layout.length} "
+    raise ValueError(
+        f"logits_to_keep={keep} would select from the{tokens}of the sequence: leave it out, and select from "
+        "batch.gather(logits)"
+    )
+
+
+def check_outputs(method: Method, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    """After the forward of a model on shards: refuses outputs that are this rank's alone.
+
+    An output is right if it has one value per token of this shard, if it is a loss that `models.py` has checked, or if
+    it does not depend on tokens, such as the features of whole images: then ranks have the same one.
+
+    Bytes sent, if the model was given images or other features and returns such outputs: a `gather_integers` of three
+    integers for each.
+
+    Raises:
+        ValueError: on every rank, with the output's name.
+    """
+    layout, loss_checked = _current_layout(method), vars(model).pop(LOSS_CHECKED, False)
+    if layout is None:
+        return
+    tokens, name = layout.sizes[method.shard], type(model).__name__
+    inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    candidates = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *inputs)
+    row_count = next((len(x) for x in candidates if x is not None), 0)
+    # TRL's fused head replaces the forward of an instance and computes the loss from shifted labels.
+    loss_is_users = hasattr(model, "_loss_function") or "forward" in vars(model)
+    # Scores of rows and their loss are those of whole rows on every rank.
+    right_shapes = [(), (row_count, model.config.num_labels)] if scores_row_ends(type(model)) else []
+    rows: dict[str, Tensor] = {}
+    for path, x in _tensors("", output):
+        if tuple(x.shape) in right_shapes:
+            continue
+        if x.ndim == 0 and x.is_floating_point():
+            if not (loss_checked or loss_is_users):
+                raise ValueError(
+                    f"{name} returns {path}, a number that it computes itself from the {tokens} tokens of this shard: "
+                    "leave out the labels that it is computed from, and compute the loss from the model's outputs"
+                )
+        elif not _has_tokens(x, row_count, tokens) or _is_per_row(model, output, path, x):
+            rows[path] = x
+    # Without images or other features, floating-point outputs depend on tokens, even if they are equal in this step.
+    has_features = any(x.is_floating_point() and tuple(x.shape[1:2]) != (tokens,) for x in inputs)
+    for path, x in rows.items():
+        if x.is_floating_point() and not has_features:
+            raise ValueError(_row_error(name, path, x, layout, tokens))
+    if rows:
+        _check_same_on_ranks(name, rows, method, layout)
+
+
+def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a model's output with their names, such as "logits" or "hidden_states[0]"."""
+    if isinstance(value, Tensor):
+        yield path or "output", value
+    elif isinstance(value, Mapping | SimpleNamespace) or is_dataclass(value):
+        items: Mapping[str, Any] = value if isinstance(value, Mapping) else vars(value)
+        for name, item in items.items():
+            yield from _tensors(f"{path}.{name}" if path else str(name), item)
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from _tensors(f"{path or 'output'}[{i}]", item)
+
+
+def _has_tokens(x: Tensor, rows: int, tokens: int) -> bool:
+    """Returns True for [B, T, ...], and for [B T, n], as routers return."""
+    return (x.ndim > 1 and x.shape[1] == tokens) or (x.ndim == 2 and tokens > 1 and x.shape[0] == rows * tokens)
+
+
+def _is_per_row(model: nn.Module, output: Any, path: str, x: Tensor) -> bool:
+    """Returns True for an output [B, n] that transformers declares as one of rows, though n is the number of tokens."""
+    if x.ndim != 2 or path not in (getattr(output, "keys", tuple)()):
+        return False
+    is_width = any(x.shape[1] in parameter.shape for parameter in model.parameters())
+    shape = re.search(rf"\b{path} \(.*of shape `\(([^)]*)\)", type(output).__doc__ or "")
+    return is_width and shape is not None and "seq" not in shape[1]
+
+
+def _row_error(name: str, path: str, x: Tensor, layout: SequenceLayout, tokens: int) -> str:
+    return (
+        f"{name} returns {path} {list(x.shape)} for {tokens} of the {layout.length} tokens of a row, so ranks that "
+        "share a row return different ones: use outputs of tokens [B, T, ...] (batch.gather gathers them), a "
+        "*ForSequenceClassification that scores the last token, or add_pooling_layer=False"
+    )
+
+
+def _check_same_on_ranks(name: str, rows: Mapping[str, Tensor], method: Method, layout: SequenceLayout) -> None:
+    """Raises ValueError on every rank if an output differs between ranks by more than rounding does."""
+    lines = sorted(gather_integers([[method.shard, *(n for x in rows.values() for n in _fingerprint(x))]], method))
+    numbers = torch.tensor([line[1:] for line in lines]).view(torch.float64).view(len(lines), -1, 3)
+    for (path, x), (first, second, norm) in zip(rows.items(), numbers.permute(1, 2, 0), strict=True):
+        difference = max((first - first[0]).abs().max(), (second - second[0]).abs().max())
+        if difference > 0.01 * norm.max():
+            raise ValueError(_row_error(name, path, x, layout, layout.sizes[method.shard]))
+
+
+def _fingerprint(x: Tensor) -> list[int]:
+    """Returns two weighted sums of a tensor and its norm, float64 as integers."""
+    values = x.detach().flatten().double().nan_to_num().cpu()
+    index = torch.arange(1, len(values) + 1, dtype=torch.float64)
+    numbers = torch.stack([values @ index.cos(), values @ (index * 2**0.5).sin(), values.norm()])
+    return numbers.view(torch.int64).tolist()
+
+
+def _current_layout(method: Method) -> SequenceLayout | None:
+    """Returns the layout of the `sequence` block around the call over all ranks of a method; None without a block."""
+    context = current_sequence()
+    return None if context is None or context.layout is None else over_all_ranks(context.layout, method)

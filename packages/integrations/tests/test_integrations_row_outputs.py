@@ -1,0 +1,183 @@
+"""Models of transformers with one output per row: right on every rank, or refused by the output's name."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from armillary.attention import ContextParallel
+from armillary.core.testing import mesh, relative_error
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT = SIZES | {"attention_probs_dropout_prob": 0.0, "pad_token_id": 0}
+MODERN = SIZES | {"pad_token_id": 0, "num_labels": 3} | dict.fromkeys(("bos_token_id", "cls_token_id"), 1)
+MODERN |= dict.fromkeys(("eos_token_id", "sep_token_id"), 2)
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}
+GPT2 |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+LENGTH, LABELS = 50, torch.tensor([0, 2, 1])
+CLASSIFIERS = {
+    "Llama": SIZES | {"num_key_value_heads": 2, "pad_token_id": 0},
+    "Qwen3": SIZES | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0},
+    "GPT2": GPT2,
+    "ModernBertDecoder": MODERN,
+}
+
+
+def build(name: str, head: str, **settings):
+    config = getattr(transformers, f"{name}Config")(**settings)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{name}{head}")(config).double()
+
+
+def padded_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of 50, 30 and 10 tokens: on zigzag shards, their last tokens are on different ranks."""
+    ids = torch.randint(1, 64, (3, LENGTH), generator=torch.Generator().manual_seed(3))
+    attention_mask = (torch.arange(LENGTH) < torch.tensor([[50], [30], [10]])).long()
+    return ids * attention_mask, attention_mask
+
+
+def step(model, *inputs, **options):
+    """The scores, the loss, and the gradients of both: the loss of the model and one of the scores."""
+    out = model(*inputs, **options, labels=LABELS)
+    (out.loss + out.logits.square().mean()).backward()
+    return out.logits.detach(), out.loss.detach()
+
+
+def gradients(model) -> list[torch.Tensor]:
+    return [p.grad for name, p in sorted(model.named_parameters()) if "k_proj.bias" not in name]
+
+
+def errors_of_classifiers(method: str, axes: dict[str, int]):
+    """For each classifier: relative errors of scores and loss, and the largest one of a gradient."""
+    cp, errors = ContextParallel(method, mesh(**axes)), {}
+    ids, attention_mask = padded_rows()
+    for name, settings in CLASSIFIERS.items():
+        plain = build(name, "ForSequenceClassification", **settings | {"num_labels": 3})
+        model = cp.prepare(deepcopy(plain))
+        expected = step(plain, ids, attention_mask=attention_mask)
+        with cp.shard(ids, attention_mask=attention_mask) as batch:
+            inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+            actual = step(model, batch.ids, **inputs)
+        cp.reduce_gradients(model)
+        pairs = [*zip(actual, expected, strict=True), *zip(gradients(model), gradients(plain), strict=True)]
+        errors[name] = max(relative_error(a, b) for a, b in pairs)
+    return errors
+
+
+@pytest.mark.parametrize(("method", "axes"), [("ring", {"ring": 2}), ("usp", {"ring": 2, "ulysses": 2})])
+def test_scores_of_padded_rows_equal_one_rank(worlds, method, axes):
+    for errors in worlds(2 ** len(axes)).run(errors_of_classifiers, method, axes):
+        assert all(error < 1e-6 for error in errors.values()), errors  # norms are in float32
+
+
+def score_of_packed_row():
+    """Scores of a row of two documents, on shards and on one rank; and of embeddings, without an id of padding."""
+    cp = ContextParallel("ring", mesh(ring=2))
+    ids, positions = padded_rows()[0][:1], torch.cat([torch.arange(20), torch.arange(30)])[None]
+    plain = build("Llama", "ForSequenceClassification", **CLASSIFIERS["Llama"])
+    model = cp.prepare(deepcopy(plain))
+    plain.config.use_cache = False
+    with torch.no_grad(), cp.shard(ids, position_ids=positions) as batch:
+        packed = model(input_ids=batch.ids, position_ids=batch.position_ids).logits
+        embeddings = model.model.embed_tokens(batch.ids)
+        embedded = model(inputs_embeds=embeddings, position_ids=batch.position_ids, return_dict=False)[0]
+    return packed, embedded, plain(input_ids=ids, position_ids=positions).logits.detach()
+
+
+def test_score_of_a_packed_row_is_that_of_its_last_document(worlds):
+    for packed, embedded, expected in worlds(2).run(score_of_packed_row):
+        assert relative_error(packed, expected) < 1e-6 and relative_error(embedded, expected) < 1e-6
+
+
+POSITIONS = {"start_positions": LABELS, "end_positions": LABELS}
+REFUSED = {  # name: (model, head, settings, inputs of the call, output or argument in the error)
+    "pooler": ("Bert", "Model", BERT, {}, "pooler_output"),
+    "pooler as wide as the shard is long": ("Bert", "Model", BERT | {"hidden_size": 24}, {}, "pooler_output"),
+    "tuple": ("Bert", "Model", BERT, {"return_dict": False}, r"output\[1\]"),
+    "cls": ("Bert", "ForSequenceClassification", BERT, {}, "logits"),
+    "cls of another model": ("ModernBert", "ForSequenceClassification", MODERN, {}, "logits"),
+    "mean": ("ModernBert", "ForSequenceClassification", MODERN | {"classifier_pooling": "mean"}, {}, "logits"),
+    "answers, own loss": ("Bert", "ForQuestionAnswering", BERT, POSITIONS, "loss"),
+    "answers": ("Llama", "ForQuestionAnswering", SIZES, POSITIONS, "shift_labels"),
+    "one logit": ("Llama", "ForCausalLM", SIZES, {"logits_to_keep": 1}, "logits_to_keep=1.* 25 .* 50 "),
+    "chosen logits": ("Llama", "ForCausalLM", SIZES, {"logits_to_keep": torch.tensor([3])}, "logits_to_keep"),
+    "text tower": ("CLIPText", "ModelWithProjection", SIZES | {"eos_token_id": 2}, {}, "text_embeds|pooler_output"),
+}
+MOE = SIZES | {"num_key_value_heads": 2, "experts_implementation": "eager"}
+ACCEPTED = {
+    "answers": ("Llama", "ForQuestionAnswering", SIZES, {}),
+    "answers as wide as the shard is long": ("Bert", "ForQuestionAnswering", BERT | {"hidden_size": 24}, {}),
+    "tokens": ("Llama", "ForTokenClassification", SIZES, {"output_hidden_states": True}),
+    "routers": ("Mixtral", "Model", MOE, {"output_router_logits": True}),
+}
+
+
+def prepared_call(name: str, head: str, settings: dict, inputs: dict) -> str:
+    """The error of a call with these inputs, or "" without one."""
+    cp = ContextParallel("ring", mesh(ring=2))
+    length = 48 if settings.get("hidden_size") == 24 else LENGTH  # shards as long as the model is wide
+    ids = padded_rows()[0][:, :length]
+    try:
+        model = cp.prepare(build(name, head, **settings))
+        with cp.shard(ids, documents=[0, length]) as batch:
+            model(input_ids=batch.ids, position_ids=batch.position_ids, **inputs)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def calls(cases: list) -> list[str]:
+    return [prepared_call(*case) for case in cases]
+
+
+def test_outputs_of_one_shard_are_refused_by_name(worlds):
+    for errors in worlds(2).run(calls, [case[:4] for case in REFUSED.values()]):
+        for (name, case), error in zip(REFUSED.items(), errors, strict=True):
+            with pytest.raises(ValueError, match=case[4]):
+                raise ValueError(error or f"{name} was accepted")
+
+
+def test_outputs_of_tokens_are_accepted(worlds):
+    for errors in worlds(2).run(calls, list(ACCEPTED.values())):
+        assert errors == [""] * len(ACCEPTED), errors
+
+
+def labels_of_tokens() -> str:
+    cp = ContextParallel("ring", mesh(ring=2))
+    model = cp.prepare(build("Llama", "ForSequenceClassification", **CLASSIFIERS["Llama"]))
+    with pytest.raises(ValueError) as raised, cp.shard(padded_rows()[0]) as batch:
+        model(**batch.inputs)
+    dist.barrier()
+    return str(raised.value)
+
+
+def test_a_classifier_refuses_labels_of_tokens(worlds):
+    assert all("labels [3, 25]" in message for message in worlds(2).run(labels_of_tokens))
+
+
+class WithImages(transformers.LlamaModel):
+    """Returns features of images, which ranks share, and the mean of the tokens of the shard."""
+
+    def forward(self, pixel_values=None, returns=("image",), **inputs):
+        out = super().forward(**inputs)
+        rows = {"image": pixel_values.mean((2, 3)), "mean": out.last_hidden_state.mean(1)}
+        return {name: rows[name] for name in returns}
+
+
+def outputs_beside_images() -> tuple[list[str], str]:
+    cp = ContextParallel("ring", mesh(ring=2))
+    model = cp.prepare(WithImages(transformers.LlamaConfig(**SIZES)))
+    with cp.shard(padded_rows()[0]) as batch:
+        inputs = {"input_ids": batch.ids, "position_ids": batch.position_ids, "pixel_values": torch.ones(3, 3, 8, 8)}
+        accepted = list(model(**inputs))
+        with pytest.raises(ValueError) as raised:
+            model(**inputs, returns=("image", "mean"))
+    return accepted, str(raised.value)
+
+
+def test_outputs_of_images_are_accepted_if_ranks_agree(worlds):
+    for accepted, error in worlds(2).run(outputs_beside_images):
+        assert accepted == ["image"] and "mean [3, 32]" in error
