@@ -2,18 +2,22 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from armillary.attention import AttentionMask, ContextParallel, Local, Ring, Slice, Ulysses, sdpa_parallel
-from armillary.core import CommLedger
+from armillary.core import CommLedger, compat, sum_gradients
 from armillary.core.testing import mesh, relative_error
 
 VOCABULARY, EMBED, HEADS = 32, 16, 4
@@ -330,3 +334,184 @@ def test_a_method_by_name_or_data_axes_need_a_mesh():
     for arguments in (("ring",), (Local(), None, "shard")):
         with pytest.raises(ValueError, match="mesh"):
             ContextParallel(*arguments)
+
+
+# -- averages over other ranks -----------------------------------------------------------------------------------------
+
+
+class GatheredHead(nn.Linear):
+    """A head sharded over the ring. Its gradient is summed over the tokens of the ring, as that of experts is."""
+
+    def __init__(self, ring: DeviceMesh, head: nn.Linear):
+        super().__init__(EMBED, VOCABULARY)
+        for name, parameter in head.named_parameters():
+            setattr(self, name, nn.Parameter(distribute_tensor(parameter.detach(), ring, [Shard(0)])))
+
+    def forward(self, x):
+        return F.linear(x, *(p.full_tensor(grad_placements=[Partial()]) for p in (self.weight, self.bias)))
+
+
+def full(x: torch.Tensor) -> torch.Tensor:
+    return x.full_tensor() if compat.is_dtensor(x) else x
+
+
+def shard_units(model: Model, ranks: DeviceMesh, root: bool = True) -> None:
+    for part in (*model.blocks, *([model] if root else [])):
+        fully_shard(part, mesh=ranks)
+
+
+def freeze(*modules: nn.Module) -> None:
+    for module in modules:
+        module.requires_grad_(False)
+
+
+class Averaging:
+    """Functions that put a model under FSDP2 or DDP, each in another way; they return a wrapper or None."""
+
+    def __init__(self, axes: DeviceMesh):
+        self.axes, self.shard, self.ring, self.every = axes, axes["shard"], axes["ring"], axes._flatten("every")
+
+    def fsdp(self, model):
+        shard_units(model, self.every)
+
+    def hsdp(self, model):
+        shard_units(model, self.axes["shard", "ring"])
+
+    def ddp(self, model):
+        return DistributedDataParallel(model)
+
+    def fsdp_without_root(self, model):
+        shard_units(model, self.every, root=False)
+
+    def fsdp_without_ring(self, model):
+        shard_units(model, self.shard)
+
+    def fsdp_of_a_block_without_ring(self, model):
+        fully_shard(model.blocks[1], mesh=self.shard)
+        fully_shard(model, mesh=self.every)
+
+    def fsdp_without_the_gathered_head(self, model):
+        model.head = GatheredHead(self.ring, model.head)
+        shard_units(model, self.every, root=False)
+        freeze(model.tokens, model.positions)
+
+    def ddp_without_ring(self, model):
+        return DistributedDataParallel(model, process_group=self.shard.get_group())
+
+    # The caller's own reductions, and parameters without gradients.
+
+    def fsdp_of_the_gathered_head_with_a_divide_factor(self, model):
+        model.head = GatheredHead(self.ring, model.head)
+        fully_shard(model.head, mesh=self.shard)
+        model.head.set_gradient_divide_factor(float(RANKS))
+        model.head.set_force_sum_reduction_for_comms(True)  # gloo cannot divide
+        shard_units(model, self.every)
+
+    def ddp_without_ring_with_a_hook(self, model):
+        ddp = self.ddp_without_ring(model)
+        sum_gradients(ddp)
+        return ddp
+
+    def fsdp_without_root_with_hooks(self, model):
+        shard_units(model, self.every, root=False)
+        for p in nn.ModuleList([model.tokens, model.positions, model.head]).parameters():
+            p.register_post_accumulate_grad_hook(lambda p: dist.all_reduce(p.grad.div_(RANKS)))
+
+    def fsdp_without_root_which_is_frozen(self, model):
+        shard_units(model, self.every, root=False)
+        freeze(model.tokens, model.positions, model.head)
+
+    def frozen_fsdp_without_ring_and_without_root(self, model):
+        freeze(model.blocks)
+        shard_units(model, self.shard, root=False)
+
+
+# The axes that a `ContextParallel` knows.
+EVERY, RING, METHOD = "ring and data", "ring of the mesh", "ring without a mesh"
+WRONG = [
+    # Words of the error. A parameter outside of FSDP2 has no known name.
+    ("fsdp_without_root", EVERY, ["(32, 16)", "FSDP2", "[0, 1, 2, 3]", "ring, shard"]),
+    ("fsdp_without_ring", EVERY, ["blocks.0.qkv.weight", "FSDP2", "[0, 1, 2, 3]", "ring, shard"]),
+    ("fsdp_of_a_block_without_ring", EVERY, ["blocks.1.qkv.weight", "FSDP2"]),
+    ("fsdp_without_the_gathered_head", EVERY, ["(32, 16)", "FSDP2"]),
+    ("ddp_without_ring", EVERY, ["tokens.weight", "DistributedDataParallel", "[0, 1, 2, 3]"]),
+    ("fsdp_without_ring", RING, ["blocks.0.qkv.weight", "FSDP2"]),
+    ("fsdp", RING, ["blocks.0.qkv.weight", "FSDP2", "[0, 1, 2, 3]", "data="]),
+    ("hsdp", RING, ["blocks.0.qkv.weight", "FSDP2", "[0, 1, 2, 3]", "data="]),
+    ("ddp", RING, ["tokens.weight", "DistributedDataParallel", "data="]),
+    ("fsdp_without_ring", METHOD, ["blocks.0.qkv.weight", "FSDP2"]),
+]
+RIGHT = [
+    ("fsdp", EVERY, True),  # True: the gradients are those of one rank
+    ("fsdp_of_the_gathered_head_with_a_divide_factor", EVERY, True),
+    ("fsdp_without_root_with_hooks", EVERY, True),
+    ("fsdp_without_root_which_is_frozen", EVERY, True),
+    ("ddp_without_ring_with_a_hook", EVERY, False),
+    ("frozen_fsdp_without_ring_and_without_root", EVERY, False),
+    ("fsdp", METHOD, False),  # an average over groups of ranks that the loss does not know, as in a Trainer
+    ("ddp", METHOD, False),
+]
+
+
+def averaging_errors() -> tuple[list[float], list[str]]:
+    """Returns the largest error of a gradient for each line of `RIGHT`, and the refusal of each line of `WRONG`."""
+    axes, setup = mesh(shard=2, ring=2), Setup("", data=2)
+    averaging, ring = Averaging(axes), Ring(axes["ring"])
+    # Each of these has losses of many models, one after another.
+    knowing = {EVERY: ContextParallel(ring, axes, data="shard"), RING: ContextParallel(ring, axes)}
+    knowing[METHOD] = ContextParallel(ring)
+    ids, labels, _ = rows_of(setup, axes["shard"].get_local_rank(), 0)
+    _, expected = expected_step(setup)
+
+    def step(way, knowledge):
+        model, cp = new_model(), knowing[knowledge]
+        wrapper = getattr(averaging, way)(model) or model
+        batch = cp.shard(ids, labels)
+        return model, cp, batch, wrapper(batch.ids, batch.position_ids, batch.attend)
+
+    gradient_errors, refusals = [], []
+    for way, knowledge, complete in RIGHT:
+        model, cp, batch, logits = step(way, knowledge)
+        cp.loss(logits, batch).backward()
+        pairs = [(p.grad, gradient) for p, gradient in zip(model.parameters(), expected, strict=True) if complete]
+        errors = [relative_error(full(a), b) for a, b in pairs if a is not None]
+        gradient_errors.append(max(errors, default=0.0))
+    for way, knowledge, _ in WRONG:
+        _, cp, batch, logits = step(way, knowledge)
+        with CommLedger() as ledger, pytest.raises(ValueError) as raised:
+            cp.loss(logits, batch)
+        assert ledger.bytes() == 0  # no rank waits for another
+        cp.loss(logits.detach(), batch)  # without gradients, their average does not matter
+        refusals.append(str(raised.value))
+    return gradient_errors, refusals
+
+
+def test_averages_over_other_ranks_raise_before_the_loss_is_summed(worlds):
+    for gradient_errors, refusals in worlds(RANKS).run(averaging_errors):
+        for (way, *_), error in zip(RIGHT, gradient_errors, strict=True):
+            assert error < 1e-10, way
+        for (way, knowledge, words), refusal in zip(WRONG, refusals, strict=True):
+            assert all(word in refusal for word in words), (way, knowledge, refusal)
+
+
+def errors_under_tensor_parallelism() -> tuple[float, int]:
+    """Returns the largest error of a gradient in the second step, and how often that step looked parameters up."""
+    axes, setup = mesh(ring=2, tp=2), Setup("")
+    cp, model = ContextParallel("ring", axes), new_model()
+    parallelize_module(model.head, axes["tp"], ColwiseParallel(output_layouts=Replicate()))
+    shard_units(model, axes["ring"])
+    ids, labels, _ = rows_of(setup, 0, 0)
+    for _ in range(2):
+        model.zero_grad()
+        batch = cp.shard(ids, labels)
+        logits = model(batch.ids, batch.position_ids, batch.attend)
+        with patch.object(compat, "fsdp_parameters", wraps=compat.fsdp_parameters) as lookup:
+            cp.loss(logits, batch).backward()
+    pairs = zip(model.parameters(), expected_step(setup)[1], strict=True)
+    return max(relative_error(p.grad.full_tensor(), gradient) for p, gradient in pairs), lookup.call_count
+
+
+def test_tensor_parallelism_beside_fsdp2_is_right_and_checked_once(worlds):
+    for error, later_lookups in worlds(RANKS).run(errors_under_tensor_parallelism):
+        assert error < 1e-10
+        assert later_lookups == 0

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from armillary.attention import ContextParallel
 from armillary.core.testing import mesh, relative_error
@@ -61,3 +62,41 @@ def test_loss_and_gradients_equal_one_rank(worlds, groups, fsdp):
     for loss_error, gradient_error in worlds(RANKS).run(sharded_step, groups, fsdp):
         assert loss_error < 1e-6  # Mistral computes norms and loss in float32
         assert gradient_error < 1e-5
+
+
+def averaging_refusals() -> list[str]:
+    """Returns the errors of losses of models whose FSDP2 leaves out parameters, or ranks of the ring."""
+    axes = mesh(shard=2, ring=2)
+    every, cp = axes._flatten("every"), ContextParallel("ring", axes, data="shard")
+    refusals = []
+    for ranks, root, reentrant in ((every, False, False), (every, False, True), (axes["shard"], True, True)):
+        model = cp.prepare(new_model())
+        # Reentrant checkpointing hides the parameters of layers from autograd's graph.
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.train()
+        for part in (*model.model.layers, *([model] if root else [])):
+            fully_shard(part, mesh=ranks)
+        with cp.shard(tokens(0)) as batch, pytest.raises(ValueError) as raised:
+            cp.loss(model(**batch.inputs).loss, batch)
+        refusals.append(str(raised.value))
+    return refusals
+
+
+def test_parameters_averaged_over_other_ranks_are_named(worlds):
+    for left_out, left_out_reentrant, without_ring in worlds(RANKS).run(averaging_refusals):
+        assert "lm_head.weight" in left_out and "[0, 1, 2, 3]" in left_out
+        assert "lm_head.weight" in left_out_reentrant
+        assert "model.layers.0.self_attn.q_proj.weight" in without_ring and "[0, 1, 2, 3]" in without_ring
+
+
+def ddp_refusal() -> str:
+    axes = mesh(shard=2, ring=2)
+    cp = ContextParallel("ring", axes, data="shard")
+    model = DistributedDataParallel(cp.prepare(new_model()), process_group=axes["shard"].get_group())
+    with cp.shard(tokens(0)) as batch, pytest.raises(ValueError) as raised:
+        cp.loss(model(**batch.inputs).loss, batch)
+    return str(raised.value)
+
+
+def test_ddp_over_another_process_group_is_refused(worlds):
+    assert all("model.embed_tokens.weight" in refusal for refusal in worlds(RANKS).run(ddp_refusal))

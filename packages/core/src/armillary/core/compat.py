@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar, cast
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch._ops import OpOverload
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -259,6 +261,71 @@ def placements_in(arguments: object) -> list[Placement]:
     from torch.utils._pytree import tree_leaves
 
     return [placement for leaf in tree_leaves(arguments) for placement in getattr(leaf, "placements", ())]
+
+
+# -- FSDP2 and DDP ----------------------------------------------------------------------------------------------------
+
+
+class FsdpParameter(NamedTuple):
+    """A parameter under FSDP2.
+
+    Attributes:
+        name: its name in the outermost FSDP2 module around it; "" before the first forward.
+        parameter: the DTensor that is the module's parameter between steps.
+        forms: ids of `parameter` and of the gathered tensor, which replaces it in forward and is autograd's leaf.
+        mesh: the mesh over which FSDP2 averages its gradient.
+        custom_reduction: True if `set_gradient_divide_factor` or `set_all_reduce_hook` has changed this average.
+        tree: id that is the same for all parameters in the outermost FSDP2 module.
+    """
+
+    name: str
+    parameter: Tensor
+    forms: frozenset[int]
+    mesh: DeviceMesh
+    custom_reduction: bool
+    tree: int
+
+
+def fsdp_parameters() -> list[FsdpParameter]:
+    """Returns the parameters under FSDP2 of all modules of this process."""
+    states_of_modules: Any = import_module("torch.distributed._composable_state")._module_state_mapping
+    # One state can belong to several modules. `dict` keeps the order of `fully_shard`, which is equal on all ranks.
+    states: dict[int, Any] = {id(state): state for ref in states_of_modules.values() if (state := ref()) is not None}
+    parameters: list[FsdpParameter] = []
+    for state in states.values():
+        # Older releases have one group, or None, for each state.
+        groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in filter(None, groups):
+            hook: Any = getattr(group, "_all_reduce_hook", None)
+            custom_reduction = group.gradient_divide_factor is not None or hook is not None
+            for entry in group.fsdp_params:
+                gathered: Tensor | None = getattr(entry, "_unsharded_param", None)  # from the first forward on
+                parameter = FsdpParameter(
+                    name=getattr(entry, "_param_fqn", None) or "",
+                    parameter=entry.sharded_param,
+                    forms=frozenset(id(form) for form in (entry.sharded_param, gathered) if form is not None),
+                    mesh=group.mesh_info.mesh,
+                    custom_reduction=custom_reduction,
+                    tree=id(state._state_ctx),
+                )
+                parameters.append(parameter)
+    return parameters
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """Returns the innermost DDP module whose forward is running."""
+    return cast(Any, DistributedDataParallel)._get_active_ddp_module()
+
+
+def has_comm_hook(module: DistributedDataParallel) -> bool:
+    """Returns True if a communication hook reduces the gradients of a DDP module."""
+    return bool(cast(Any, module)._comm_hooks)
+
+
+def has_gradient_hook(x: Tensor) -> bool:
+    """Returns True if a leaf has a hook that gets, and may reduce, its gradient."""
+    private: Any = x
+    return bool(private._backward_hooks) or bool(private._post_accumulate_grad_hooks)
 
 
 # -- ops and autograd -------------------------------------------------------------------------------------------------

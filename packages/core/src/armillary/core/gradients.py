@@ -1,12 +1,13 @@
 """Gradients over all ranks: `sum_gradients` sums them instead of averaging, `clip_gradients` clips their norm."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import get_total_norm
 
@@ -38,7 +39,7 @@ def sum_gradients(model: nn.Module) -> None:
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError("FullyShardedDataParallel (FSDP1) cannot sum gradients: use fully_shard (FSDP2), or DDP")
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    outside = [name for name, p in model.named_parameters() if p.requires_grad and not compat.is_dtensor(p)]
+    outside = parameters_outside_fsdp(model.named_parameters())
     if not sharded or outside:
         subject = f"{outside[0]} is not" if sharded else f"no module of {type(model).__name__} is"
         raise ValueError(
@@ -49,6 +50,22 @@ def sum_gradients(model: nn.Module) -> None:
     for module in sharded:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no average, and NCCL then needs no scaling
+
+
+def parameters_outside_fsdp(named_parameters: Iterable[tuple[str, Tensor]], ranks: Collection[int] = ()) -> list[str]:
+    """Returns the names of trainable parameters whose gradients FSDP2 does not reduce.
+
+    A DTensor that is not under FSDP2 counts only if its mesh lacks some of `ranks`, because another parallelism may
+    reduce its gradient over the ranks of its mesh.
+    """
+    forms = set[int]().union(*(p.forms for p in compat.fsdp_parameters()))
+    trainable = [(name, p) for name, p in named_parameters if p.requires_grad and id(p) not in forms]
+    return [name for name, p in trainable if not (compat.is_dtensor(p) and mesh_ranks(p.device_mesh).issuperset(ranks))]
+
+
+def mesh_ranks(mesh: DeviceMesh) -> frozenset[int]:
+    """Returns the global ranks of a mesh."""
+    return frozenset(mesh.mesh.flatten().tolist())
 
 
 @torch.no_grad()

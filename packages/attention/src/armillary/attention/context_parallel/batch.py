@@ -8,11 +8,13 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from armillary.attention.context_parallel.averaging import record_ddp
 from armillary.attention.context_parallel.communication import gather_tokens
 from armillary.attention.context_parallel.rows import Rows
 from armillary.attention.context_parallel.sdpa import in_backward, with_documents
-from armillary.attention.context_parallel.sequence import sequence
+from armillary.attention.context_parallel.sequence import current_sequence, sequence
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
@@ -37,6 +39,7 @@ class ContextParallelBatch:
         layout: layout of the sequence over all ranks of the method.
         labelled: number of labels by which the loss divides the sum over all ranks.
         mask: mask of `attend`; with the documents, unless it cannot have any.
+        ddp_modules: DDP modules in whose forward the batch was attended.
         inputs_read: True once `inputs` was read, so that a model's scalar loss may come from them.
     """
 
@@ -58,6 +61,7 @@ class ContextParallelBatch:
         self._block: AbstractContextManager[None] | None = None
         self._number = next(_NUMBERS)  # 1, 2, ...: tells batches apart when backward recomputes attention
         self._attended = False  # True after the first call of `attend` in a forward
+        self.ddp_modules: set[DistributedDataParallel] = set()
         self.inputs_read = False
 
     @property
@@ -122,6 +126,8 @@ class ContextParallelBatch:
             q = cast(Tensor, _BatchMark.apply(q, self._number))
         if not in_backward():
             self._attended = True
+            if not torch.compiler.is_compiling():  # a graph does not see the module
+                record_ddp(self.ddp_modules)
         elif not self._attended:
             raise ValueError(
                 "activation checkpointing recomputes attention with the attend of a batch that no forward has used: "
@@ -139,6 +145,9 @@ class ContextParallelBatch:
         else:
             self._block = sequence(layout=self.layout, documents=self.documents, padded=padded)
         self._block.__enter__()
+        context = current_sequence()
+        assert context is not None
+        context.ddp_modules = self.ddp_modules
         return self
 
     def __exit__(self, *raised: Any) -> None:

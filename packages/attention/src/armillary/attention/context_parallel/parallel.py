@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary.attention.call.validation import check_layout, over_all_ranks
+from armillary.attention.context_parallel.averaging import AveragingCheck
 from armillary.attention.context_parallel.batch import ContextParallelBatch
 from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
 from armillary.attention.context_parallel.rows import IGNORED, complete_rows
@@ -42,7 +43,7 @@ class ContextParallel:
             loss = cp.loss(logits, batch)  # the mean over all labels, the same on every rank
             loss.backward()  # FSDP2 and DDP average: gradients are those of the whole loss
 
-    FSDP2 or DDP must average over exactly the ranks of the method and of `data`; do not call
+    FSDP2 or DDP must average over exactly the ranks of the method and of `data`, which `loss` checks; do not call
     `armillary.core.sum_gradients`. Without FSDP2 and DDP, call `reduce_gradients` after `backward`.
 
     Args:
@@ -80,6 +81,7 @@ class ContextParallel:
         self._data_axes = [axis for axis in data_axes if axis.size > 1]
         self.axes = [*sequence_axes, *self._data_axes]
         self.padding_idx: int | None = None
+        self._averaging = AveragingCheck(self.axes, mesh)
 
     @property
     def ranks(self) -> int:
@@ -168,7 +170,8 @@ class ContextParallel:
     def loss(self, logits_or_share: Tensor, batch: ContextParallelBatch) -> Tensor:
         """Returns the mean loss over all labels of all ranks and data axes, the same bits on every rank.
 
-        The average of the ranks' gradients, which FSDP2 or DDP computes, is the gradient of this mean.
+        The average of the ranks' gradients, which FSDP2 or DDP computes, is the gradient of this mean. The first loss
+        of a model with gradients checks over which ranks they average; a loss inside a compiled graph does not.
 
         Args:
             logits_or_share: logits [B, T, V] of the batch's tokens, or this rank's share of the loss, []: the scalar
@@ -181,6 +184,12 @@ class ContextParallel:
             ValueError: a batch that another `ContextParallel` sharded; logits whose [B, T] differs from the batch's; a
                 scalar loss that is not floating-point, or given before `batch.inputs` was read, because it may be a
                 mean over this shard's labels.
+                On every rank, before the sum: FSDP2 or DDP averages the gradient of a parameter over other ranks than
+                those of `axes`, without `set_gradient_divide_factor`, `set_all_reduce_hook` or a communication hook; or
+                beside parameters under FSDP2, another one is trained that is not, without a hook of its own. Ranks
+                outside of the constructor's mesh may take part in the average. Not seen: DDP around modules without
+                attention or with compiled attention, FSDP1, and of a model that was not prepared, DDP or parameters
+                inside reentrant checkpoints.
         """
         check_tensor("logits_or_share", logits_or_share)
         if not isinstance(batch, ContextParallelBatch) or batch.owner is not self:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -207,6 +216,7 @@ class ContextParallel:
             sum_dtype = torch.promote_types(flat.dtype, torch.float32)
             total = F.cross_entropy(flat.to(sum_dtype), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
             local_share = total / batch.labelled
+        self._averaging.check(local_share, batch.ddp_modules)
         # Every rank backpropagates from the same sum, so the backward of the all-reduce gives each rank `self.ranks`
         # times the gradient of its share. FSDP2's or DDP's average over these ranks divides by `self.ranks` again.
         return sum_over_axes(local_share, self.axes)
@@ -269,6 +279,7 @@ class ContextParallel:
                 "ContextParallelStyle"
             )
         preparer.load()(model, self, **options)
+        self._averaging.models.add(model)
         return model
 
 

@@ -7,9 +7,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import cast
 
+import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from armillary.attention.call.validation import check_layout, over_all_ranks
+from armillary.attention.context_parallel.averaging import record_ddp
 from armillary.attention.mask import AttentionMask, RowMasks, Tree
 from armillary.attention.mask.content import Documents
 from armillary.attention.methods.base import Method
@@ -24,6 +27,7 @@ class SequenceContext:
             segments of a tree.
         padded: as in `sequence`.
         used: True once attention inside the block has asked for the layout.
+        ddp_modules: DDP modules in whose forward it has.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class SequenceContext:
         mask: AttentionMask | None = None,
     ) -> None:
         self.layout, self.documents, self.padded, self.mask, self.used = layout, documents, padded, mask, False
+        self.ddp_modules: set[DistributedDataParallel] = set()
 
     def layout_for(self, method: Method, tokens: int, style_layout: SequenceLayout | None = None) -> SequenceLayout:
         """Returns the layout over all ranks of a method, and marks the block as used.
@@ -46,6 +51,8 @@ class SequenceContext:
             ValueError: no layout on several ranks, a layout for another number of ranks, or two different layouts.
         """
         self.used = True
+        if not torch.compiler.is_compiling():  # a graph does not see the module
+            record_ddp(self.ddp_modules)
         layouts = [over_all_ranks(layout, method) for layout in (self.layout, style_layout) if layout is not None]
         if not layouts and method.shards > 1:
             raise ValueError(
