@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from armillary.attention import AttentionMask, Local, Method, build_attention
-from armillary.attention.call.graph_key import GraphKey
+from armillary.attention.call.graph_key import CallNumbers, GraphKey
 from armillary.attention.call.spec import AttentionOptions
 from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
@@ -24,11 +24,13 @@ def test_the_ops_pass_torchs_checks():
     test_names = ("test_schema", "test_autograd_registration", "test_faketensor")
     for sinks in (None, torch.randn(HEADS, requires_grad=True)):
         attention = torch.ops.armillary.attention.default
-        torch.library.opcheck(attention, ([q, k, v], sinks, None, *key), test_utils=test_names)
+        torch.library.opcheck(attention, ([q, k, v], sinks, *CallNumbers(), *key), test_utils=test_names)
     saved = [x.detach() for x in (q, k, v)]
-    saved += torch.ops.armillary.attention.default(saved, None, None, *key)
+    saved += torch.ops.armillary.attention.default(saved, None, *CallNumbers(), *key)
     shape = [TOKENS, HEADS]
-    torch.library.opcheck(torch.ops.armillary.attention_backward.default, (saved[3], saved, shape, None, *key))
+    torch.library.opcheck(
+        torch.ops.armillary.attention_backward.default, (saved[3], saved, shape, *CallNumbers(), *key)
+    )
 
 
 def storages(tensors: list[Tensor]) -> list[int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local, Method, Ulysses, UPipe, build_attention
 from armillary.attention.call.graph_calls import ProjectionParts
+from armillary.attention.call.graph_key import layout_of_numbers
 from armillary.attention.call.registered import register_as_tensor
 from armillary.attention.kernels import Dense
 from armillary.attention.mask import Slice
@@ -102,6 +103,39 @@ def test_new_documents_reuse_the_graph():
         mask = AttentionMask(documents=[*range(cuts), N])
         assert equals_eager(attend, mask, layout, compiled)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the second accepts any number of documents
+
+
+def graphs_of_lengths(name: str, axes: Mapping[str, int]) -> tuple[bool, int]:
+    """Returns (whether calls equal eager ones at several lengths, the number of graphs)."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    attend, columns = build_attention(name, mesh(**axes)), Columns()
+
+    def call(x: Tensor, layout: SequenceLayout) -> Tensor:
+        if name == "upipe":
+            return attend.projected(x, columns, mask=MASKS[0], layout=layout)
+        k, v = columns.kv(x, range(K))
+        return attend(columns.q(x, range(H)), k, v, mask=MASKS[0], layout=layout)
+
+    compiled, same = torch.compile(call, fullgraph=True, backend="aot_eager"), list[bool]()
+    for length, kind in ((22, "zigzag"), (27, "zigzag"), (28, "contiguous"), (29, "balanced"), (40, "zigzag")):
+        layout = attend.layout(length, kind)
+        x = torch.randn(2, layout.sizes[attend.shard], 6, requires_grad=True)
+        results = [
+            [out, *torch.autograd.grad(out.sin().sum(), [x, *columns.parameters()])]
+            for out in (call(x, layout), compiled(x, layout))
+        ]
+        same += [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+    return all(same), torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def graphs_of_methods() -> list[tuple[bool, int]]:
+    return [graphs_of_lengths("usp", {"ring": 2, "ulysses": 2}), graphs_of_lengths("upipe", {"ulysses": 4})]
+
+
+def test_new_layouts_reuse_the_graph(worlds):
+    for rank in worlds(4).run(graphs_of_methods, timeout=300):
+        assert all(same and graphs <= 3 for same, graphs in rank), rank
 
 
 def masks_of_all_kinds(parts: int) -> list[AttentionMask]:
@@ -224,6 +258,8 @@ def test_masks_and_layouts_survive_packing_for_the_op():
         assert AttentionMask.read(mask.sides, mask.numbers) == mask
     for layout in (SequenceLayout.zigzag(23, 4), SequenceLayout.striped(23, 4), SequenceLayout.striped(23, 2, 3)):
         assert SequenceLayout.read(layout.text) == layout
+        assert layout_of_numbers(layout.numbers) == layout
+        assert torch.equal(pickle.loads(pickle.dumps(layout)).numbers, layout.numbers)
 
 
 def test_a_scale_of_zero_is_zero():

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Literal
 
 import numpy as np
@@ -43,31 +43,45 @@ class SequenceLayout:
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
-    __slots__ = ("_hash", "length", "sizes", "spans_by_shard", "text")
+    __slots__ = ("_hash", "ends", "length", "numbers", "sizes", "spans_by_shard", "text")
 
     spans_by_shard: tuple[Spans, ...]
     """The spans of each shard, in local order."""
     sizes: tuple[int, ...]
     """Number of tokens of each shard."""
+    ends: tuple[int, ...]
+    """0, then the number of tokens of the shards up to and including each shard."""
     length: int
     """Number of tokens of the sequence, N."""
     text: str
     """The layout as a string, such as "0:2,6:8;2:6", for `read` and for keys of compiled graphs."""
+    numbers: Tensor
+    """The layout as int64 [n] on the CPU, for `of_numbers`: for each shard its number of spans, then start, stop and
+    step of each span.
+
+    A compiled graph gets them as an input tensor, so that another layout needs no new graph.
+    """
 
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
         self.spans_by_shard = tuple(join_spans(shard) for shard in _list_shards(spans))
         self.sizes = tuple(sum(map(len, shard)) for shard in self.spans_by_shard)
-        self.length = sum(self.sizes)
+        self.ends = (0, *accumulate(self.sizes))
+        self.length = self.ends[-1]
         # Computed once: every attention call looks up caches by layout, and a layout may have thousands of spans.
         self._hash = hash(self.spans_by_shard)
         self._check()
         self.text = ";".join(",".join(map(span_text, shard)) for shard in self.spans_by_shard)
+        self.numbers = torch.from_numpy(_encode(self.spans_by_shard))
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, SequenceLayout) and self.spans_by_shard == other.spans_by_shard)
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[type[SequenceLayout], tuple[tuple[Spans, ...]]]:
+        # A copy in another process encodes itself, because torch would put `numbers` into shared memory.
+        return type(self), (self.spans_by_shard,)
 
     def _check(self) -> None:
         if not self.spans_by_shard:
@@ -175,6 +189,16 @@ class SequenceLayout:
             raise ValueError(f'{text!r} is not the text of a layout, such as "0:2,6:8;2:6"') from None
         return cls(shards)
 
+    @classmethod
+    def of_numbers(cls, numbers: Sequence[int]) -> SequenceLayout:
+        """Returns the layout with these `numbers`."""
+        shards, start = list[list[range]](), 0
+        while start < len(numbers):
+            stop = start + 1 + 3 * numbers[start]
+            shards.append([range(*numbers[i : i + 3]) for i in range(start + 1, stop, 3)])
+            start = stop
+        return cls(shards)
+
     # -- shards ---------------------------------------------------------------------------------------------------
 
     @property
@@ -254,6 +278,16 @@ class SequenceLayout:
             ValueError: `n` does not divide the number of shards.
         """
         return _coarsen(self, integer("n", n))
+
+
+def _encode(spans_by_shard: Sequence[Spans]) -> Integers:
+    """Returns `SequenceLayout.numbers` as an array."""
+    numbers = (
+        number
+        for spans in spans_by_shard
+        for number in (len(spans), *chain.from_iterable((span.start, span.stop, span.step) for span in spans))
+    )
+    return np.fromiter(numbers, dtype=np.int64)
 
 
 def shard_order(layout: SequenceLayout) -> Tensor:

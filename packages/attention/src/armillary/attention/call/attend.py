@@ -8,7 +8,7 @@ from torch import Tensor
 from armillary.attention.call.autograd import run_call, trace_call
 from armillary.attention.call.calls import AttentionCall, head_sinks
 from armillary.attention.call.graph_calls import Traceable
-from armillary.attention.call.graph_key import GraphKey, ProjectedDims, autocast_name
+from armillary.attention.call.graph_key import CallNumbers, GraphKey, ProjectedDims, autocast_name, shard_tokens
 from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.project import project_eagerly
 from armillary.attention.call.projections import Projections
@@ -25,8 +25,8 @@ def attend(
     if torch.compiler.is_compiling():
         # The op checks shapes, layout and mask when the graph runs, because a graph must not depend on Python objects.
         check_sinks(sinks, q.shape[-2], q.device)
-        key = GraphKey.of(method, q.shape[-1], options)
-        return trace_call(key, [q, k, v], head_sinks(sinks), options.mask.numbers)
+        key = GraphKey.of(method, q.shape[-1], options, _sizes_for_shapes(method, q.shape[1], k.shape[1], options))
+        return trace_call(key, [q, k, v], head_sinks(sinks), CallNumbers.of(options))
     call = AttentionCall(method, check_call(method, q, k, v, sinks, options), options.return_lse)
     return run_call(call, q, k, v, head_sinks(sinks))
 
@@ -48,10 +48,21 @@ def attend_projected(
         dims = ProjectedDims(
             projections.heads, projections.key_heads, projection_parts.head_dim, len(projection_parts.tensors)
         )
-        key = GraphKey.of(method, projection_parts.head_dim, options, autocast_name(x), dims)
+        sizes = _sizes_for_shapes(method, x.shape[1], x.shape[1], options)
+        key = GraphKey.of(method, projection_parts.head_dim, options, sizes, autocast_name(x), dims)
         tensors = [x, projection_parts.projector, *projection_parts.tensors, *projection_parts.parameters]
-        return trace_call(key, tensors, head_sinks(sinks), options.mask.numbers)[0]
+        return trace_call(key, tensors, head_sinks(sinks), CallNumbers.of(options))[0]
     # Projections that an op cannot rebuild: a graph break.
     from armillary.attention.call.eager_only import project_outside_graphs
 
     return project_outside_graphs(method, x, projections, sinks, options)
+
+
+def _sizes_for_shapes(
+    method: AttentionMethod, tokens: int, key_tokens: int, options: AttentionOptions
+) -> tuple[int, int]:
+    """Returns `shard_tokens` of queries and of keys if the shapes of results depend on them, and zeros otherwise."""
+    if not (method.redistributes_inputs or method.projects_in_stages):
+        return 0, 0  # a graph for all values
+    key_layout = options.layout if options.key_layout is None else options.key_layout
+    return shard_tokens(method, options.layout, tokens), shard_tokens(method, key_layout, key_tokens)

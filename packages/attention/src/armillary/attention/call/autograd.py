@@ -23,7 +23,7 @@ from armillary.attention.call.graph_calls import (
     rebuild_call,
     tensor_count,
 )
-from armillary.attention.call.graph_key import OP_KEY_SCHEMA, GraphKey, OpKey
+from armillary.attention.call.graph_key import NUMBERS_SCHEMA, OP_KEY_SCHEMA, CallNumbers, GraphKey, OpKey
 from armillary.attention.call.registered import object_of
 from armillary.attention.call.validation import check_transforms
 from armillary.core import compat
@@ -36,9 +36,9 @@ def run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor
     key = OpKey(call.registered_id)
     if compat.transforms_on():  # the op without the Function, which torch.func would transform
         check_transforms(q, k, v, sinks)
-        out, lse, *_ = _forward([q, k, v], sinks, None, *key)
+        out, lse, *_ = _forward([q, k, v], sinks, *CallNumbers(), *key)
     else:
-        out, lse, *_ = cast(Any, Attention).apply(key, call, None, sinks, q, k, v)
+        out, lse, *_ = cast(Any, Attention).apply(key, call, CallNumbers(), sinks, q, k, v)
     return out, lse
 
 
@@ -48,66 +48,57 @@ def run_projected_call(call: ProjectedCall, x: Tensor, sinks: Tensor | None) -> 
 
 
 def trace_call(
-    key: GraphKey, tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None
+    key: GraphKey, tensors: list[Tensor], sinks: Tensor | None, numbers: CallNumbers
 ) -> tuple[Tensor, Tensor]:
     """Traces a call into a graph. Returns (out, lse) as `run_call` does.
 
     Args:
         tensors: as in `rebuild_call`.
-        mask_numbers: `AttentionMask.numbers`, the documents and pattern of the mask.
     """
-    out, lse, *_ = _forward(tensors, sinks, mask_numbers, *key.pack())
+    out, lse, *_ = _forward(tensors, sinks, *numbers, *key.pack())
     return out, lse
 
 
 # -- the op pair ------------------------------------------------------------------------------------------------------
 
 
-def _run_forward(
-    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key_values: Any
-) -> list[Tensor]:
-    """Returns the results of the call's `forward`. `key_values` are the fields of `OpKey`."""
-    key = OpKey(*key_values)
-    call = rebuild_call(GraphKey.unpack(key), tensors, mask_numbers) if key.in_graph else object_of(key.call)
+def _run_forward(tensors: list[Tensor], sinks: Tensor | None, *values: Any) -> list[Tensor]:
+    """Returns the results of the call's `forward`. `values` are the fields of `CallNumbers` and `OpKey`."""
+    numbers, key = _split(values)
+    call = rebuild_call(GraphKey.unpack(key), tensors, numbers) if key.in_graph else object_of(key.call)
     return call.forward(tensors, sinks)
 
 
-def _fake_forward(
-    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key_values: Any
-) -> list[Tensor]:
+def _fake_forward(tensors: list[Tensor], sinks: Tensor | None, *values: Any) -> list[Tensor]:
     """The fake kernel of the forward op: returns empty tensors shaped like the results of `_run_forward`."""
-    key = OpKey(*key_values)
+    _, key = _split(values)
     if key.in_graph:
         return empty_results(GraphKey.unpack(key, shapes_only=True), tensors, sinks)
     return object_of(key.call).empty_results(tensors, sinks)
 
 
-def _run_backward(
-    dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *key_values: Any
-) -> list[Tensor]:
+def _run_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], *values: Any) -> list[Tensor]:
     """Returns the gradients of q, k and v; or of x and the parameters.
 
     Args:
         saved: the tensors that `Attention.forward` saved for backward, without those for the gradient of sinks.
         key_shape: (S, K), tokens and heads of the call's keys; empty for a call on hidden states.
     """
-    key = OpKey(*key_values)
+    numbers, key = _split(values)
     if not key.in_graph:
         return object_of(key.call).backward(dout, saved)
     graph_key = GraphKey.unpack(key)
-    call = rebuild_backward_call(graph_key, dout, saved, key_shape, mask_numbers)
+    call = rebuild_backward_call(graph_key, dout, saved, key_shape, numbers)
     if isinstance(call, ProjectedCall):
         return projected_gradients(graph_key, call, dout, saved)
     return call.backward(dout, saved)
 
 
-def _fake_backward(
-    dout: Tensor, saved: list[Tensor], key_shape: list[int], mask_numbers: Tensor | None, *key_values: Any
-) -> list[Tensor]:
+def _fake_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], *values: Any) -> list[Tensor]:
     """The fake kernel of the backward op: returns empty tensors shaped like the results of `_run_backward`."""
     if not key_shape:  # a call on hidden states
         x, _, _, _, *projection_tensors = saved
-        parameters = projection_tensors[tensor_count(GraphKey.unpack(OpKey(*key_values), shapes_only=True)) :]
+        parameters = projection_tensors[tensor_count(GraphKey.unpack(_split(values)[1], shapes_only=True)) :]
         return [x.new_empty(x.shape), *(y.new_empty(y.shape) for y in parameters)]
     q, k, v, *_ = saved
     batch, tokens, heads, _ = dout.shape
@@ -118,30 +109,34 @@ def _fake_backward(
     ]
 
 
-def _forward_with_autograd(
-    tensors: list[Tensor], sinks: Tensor | None, mask_numbers: Tensor | None, *key_values: Any
-) -> list[Tensor]:
+def _forward_with_autograd(tensors: list[Tensor], sinks: Tensor | None, *values: Any) -> list[Tensor]:
     """The autograd kernel of the forward op.
 
     It runs if the op is called with autograd on, as while a graph is traced.
     """
     if not any(x is not None and x.requires_grad for x in (*tensors, sinks)):
         with compat.below_autograd():  # without the Function, which torch.func's transforms do not support
-            return _forward(tensors, sinks, mask_numbers, *key_values)
-    key = OpKey(*key_values)
+            return _forward(tensors, sinks, *values)
+    numbers, key = _split(values)
     call = None if key.in_graph else object_of(key.call)
-    return list(cast(Any, Attention).apply(key, call, mask_numbers, sinks, *tensors))
+    return list(cast(Any, Attention).apply(key, call, numbers, sinks, *tensors))
+
+
+def _split(values: Sequence[Any]) -> tuple[CallNumbers, OpKey]:
+    """Returns the last arguments of an op as `CallNumbers` and `OpKey`."""
+    count = len(CallNumbers._fields)
+    return CallNumbers(*values[:count]), OpKey(*values[count:])
 
 
 _forward = compat.define_op(
-    f"attention(Tensor[] tensors, Tensor? sinks, Tensor? mask_numbers, {OP_KEY_SCHEMA}) -> Tensor[]",
+    f"attention(Tensor[] tensors, Tensor? sinks, {NUMBERS_SCHEMA}, {OP_KEY_SCHEMA}) -> Tensor[]",
     _run_forward,
     _fake_forward,
     _forward_with_autograd,
 )
 _backward = compat.define_op(
-    "attention_backward(Tensor dout, Tensor[] saved, SymInt[] key_shape, Tensor? mask_numbers, "
-    f"{OP_KEY_SCHEMA}) -> Tensor[]",
+    "attention_backward(Tensor dout, Tensor[] saved, SymInt[] key_shape, "
+    f"{NUMBERS_SCHEMA}, {OP_KEY_SCHEMA}) -> Tensor[]",
     _run_backward,
     _fake_backward,
 )
@@ -160,18 +155,18 @@ class Attention(torch.autograd.Function):
         ctx: Any,
         key: OpKey,
         call: AttentionCall | None,
-        mask_numbers: Tensor | None,
+        numbers: CallNumbers,
         sinks: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         # Below autograd, because otherwise the op would dispatch to its autograd kernel, which calls this function.
         with compat.below_autograd():
-            results = _forward(tensors, sinks, mask_numbers, *key)
+            results = _forward(tensors, sinks, *numbers, *key)
         out, lse, *inner_tensors = results
         ctx.key, ctx.call = key, call  # `call` keeps the call alive, so that its number stays valid
         # In eager mode calls on hidden states have a Function of their own (`ProjectedAttention`). In a graph they come
-        # here, and their keys have more than five numbers (`GraphKey.pack`).
-        ctx.count, ctx.projected = len(tensors), key.in_graph and len(key.numbers) > 5
+        # here, and their keys have more than seven numbers (`GraphKey.pack`).
+        ctx.count, ctx.projected = len(tensors), key.in_graph and len(key.numbers) > 7
         ctx.set_materialize_grads(False)  # so that an unused lse has the gradient None instead of zeros
         if ctx.projected:
             # Backward projects q, k and v again, so only x, out, lse and the tensors of the projections are saved.
@@ -182,7 +177,7 @@ class Attention(torch.autograd.Function):
             saved = inner_tensors or (*tensors, out, lse)
             ctx.key_shape, for_dsinks = tensors[1].shape[1:3], (out, lse, sinks)
         # The gradient of sinks needs out and lse of the local tokens. `saved` may have those of head shards instead.
-        ctx.save_for_backward(mask_numbers, *saved, *(for_dsinks if sinks is not None else ()))
+        ctx.save_for_backward(*numbers, *saved, *(for_dsinks if sinks is not None else ()))
         ctx.saved_count = len(saved)
         return tuple(results)
 
@@ -194,9 +189,9 @@ class Attention(torch.autograd.Function):
             refuse_gradients(other_grads, is_traced=ctx.call is None)
         if dout is None:  # out is not part of the loss
             return (None,) * (4 + ctx.count)
-        mask_numbers, *tensors = ctx.saved_tensors
+        mask_numbers, layout, key_layout, *tensors = ctx.saved_tensors
         saved, for_dsinks = tensors[: ctx.saved_count], tensors[ctx.saved_count :]
-        grads = _backward(dout, saved, ctx.key_shape, mask_numbers, *ctx.key)
+        grads = _backward(dout, saved, ctx.key_shape, mask_numbers, layout, key_layout, *ctx.key)
         dsinks = sinks_gradient(dout, *for_dsinks) if for_dsinks else None
         # The tensors of a call on hidden states are x, others without a gradient, and the parameters. The op returns
         # the gradients of x and of the parameters; None goes between them. On q, k and v there is nothing between.
@@ -230,7 +225,7 @@ class ProjectedAttention(torch.autograd.Function):
     def forward(ctx: Any, call: ProjectedCall, x: Tensor, sinks: Tensor | None, *parameters: Tensor) -> Tensor:
         ctx.call = call
         with compat.below_autograd():
-            out, lse, local_lse = _forward([x], sinks, None, *OpKey(call.registered_id))
+            out, lse, local_lse = _forward([x], sinks, *CallNumbers(), *OpKey(call.registered_id))
         ctx.save_for_backward(x, sinks, out, lse, local_lse, *parameters)
         return out
 

@@ -72,9 +72,15 @@ class AttentionCall:
     def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
         """Returns empty tensors shaped like the results of `forward`."""
         q, k, v = tensors
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
-        lse = q.new_empty(q.shape[:3] if self.needs_lse(sinks) else (0,), dtype=accumulation_dtype(q.dtype))
-        return [out, lse, *(self.method.empty_saved(q, k, v, self.spec) if self.method.redistributes_inputs else ())]
+        if self.method.redistributes_inputs:
+            shard = self.method.shard * self.method.sequence_shards // self.method.shards
+            sizes = self.spec.layout.sizes[shard], self.spec.key_layout.sizes[shard]
+            with_lse = self.needs_lse(sinks)
+            return empty_redistributed_results(self.method, q, k, v, self.spec.key_heads, sizes, with_lse)
+        return [
+            q.new_empty((*q.shape[:3], v.shape[3])),
+            q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
+        ]
 
     def backward(self, dout: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
         """Returns [dq, dk, dv] in the dtypes of q, k and v."""
@@ -120,7 +126,9 @@ class ProjectedCall:
         """Returns empty tensors shaped like the results of `forward`."""
         with self.autocast():
             q, _, v = one_token(tensors[0], self.projections)
-        return empty_projected_results(self.method, self.spec, tensors[0], q, v, sinks)
+        shard = self.method.shard * self.method.sequence_shards // self.method.shards
+        tokens = self.spec.layout.sizes[shard]
+        return empty_projected_results(self.method, self.spec.key_heads, tokens, tensors[0], q, v, sinks)
 
     def trained_parameters(self) -> list[Tensor]:
         """Returns the current parameters that require a gradient, each once, even if several projections use it."""
@@ -139,11 +147,43 @@ class ProjectedCall:
         return totals.result()
 
 
-def empty_projected_results(
-    method: StagedMethod, spec: AttentionSpec, x: Tensor, q: Tensor, v: Tensor, sinks: Tensor | None
+def empty_redistributed_results(
+    method: AttentionMethod,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_heads: tuple[int, ...],
+    shard_tokens: Sequence[int],
+    with_lse: bool,
 ) -> list[Tensor]:
-    """Returns empty tensors shaped like the results of a `ProjectedCall`, for q [..., D] and v [..., Dv]."""
-    out, lse = method.empty_results(x.shape[0], q, v, spec)
+    """Returns empty tensors shaped like the results of an `AttentionCall` of a method that redistributes its inputs.
+
+    Args:
+        key_heads: as in `AttentionSpec`.
+        shard_tokens: numbers of queries and of keys of this rank's sequence shard.
+        with_lse: True if the lse of the local tokens is among the results.
+    """
+    out = q.new_empty((*q.shape[:3], v.shape[3]))
+    lse = q.new_empty(q.shape[:3] if with_lse else (0,), dtype=accumulation_dtype(q.dtype))
+    return [out, lse, *method.empty_saved(q, k, v, key_heads, *shard_tokens)]
+
+
+def empty_projected_results(
+    method: StagedMethod,
+    key_heads: tuple[int, ...],
+    shard_tokens: int,
+    x: Tensor,
+    q: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+) -> list[Tensor]:
+    """Returns empty tensors shaped like the results of a `ProjectedCall`, for q [..., D] and v [..., Dv].
+
+    Args:
+        key_heads: as in `AttentionSpec`.
+        shard_tokens: number of tokens of this rank's sequence shard.
+    """
+    out, lse = method.empty_results(x.shape[:2], shard_tokens, key_heads, q, v)
     return [out, lse, x.new_empty(out.shape[:3] if sinks is not None else (0,), dtype=accumulation_dtype(q.dtype))]
 
 

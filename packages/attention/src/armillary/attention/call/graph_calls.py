@@ -16,12 +16,17 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from armillary.attention.call.calls import AttentionCall, ProjectedCall, empty_projected_results
-from armillary.attention.call.graph_key import GraphKey
+from armillary.attention.call.calls import (
+    AttentionCall,
+    ProjectedCall,
+    empty_projected_results,
+    empty_redistributed_results,
+)
+from armillary.attention.call.graph_key import CallNumbers, GraphKey
 from armillary.attention.call.interface import AttentionMethod, StagedMethod
 from armillary.attention.call.projections import Projections
 from armillary.attention.call.registered import object_of
-from armillary.attention.call.spec import AttentionSpec
+from armillary.attention.call.spec import AttentionSpec, key_heads_of
 from armillary.attention.call.validation import check_call
 from armillary.core import accumulation_dtype, compat
 
@@ -60,23 +65,20 @@ class Traceable(Protocol):
         ...
 
 
-def rebuild_call(
-    key: GraphKey, tensors: Sequence[Tensor], mask_numbers: Tensor | None
-) -> AttentionCall | ProjectedCall:
+def rebuild_call(key: GraphKey, tensors: Sequence[Tensor], numbers: CallNumbers) -> AttentionCall | ProjectedCall:
     """Returns the call that a key describes.
 
     Args:
         tensors: the op's tensors: q, k and v; or x and the fields of `ProjectionParts` that are tensors.
-        mask_numbers: documents and pattern of the mask (`AttentionMask.numbers`).
     """
     if key.projected is None:
         q, k, v = tensors
         method: AttentionMethod = object_of(key.method)
-        return AttentionCall(method, check_call(method, q, k, v, None, key.options(mask_numbers)), key.return_lse)
+        return AttentionCall(method, check_call(method, q, k, v, None, key.options(numbers)), key.return_lse)
     # The projector is looked up by its number, and uses its parameters as they are now.
     x, number, *projection_tensors = tensors
     projector: Projector = object_of(int(number.item()))
-    staged_method, spec, _ = _check_projected(key, x, mask_numbers)
+    staged_method, spec = _check_projected(key, x, numbers)
     dtype = key.autocast_dtype
     autocast = partial(torch.autocast, x.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
     return ProjectedCall(
@@ -85,7 +87,7 @@ def rebuild_call(
 
 
 def rebuild_backward_call(
-    key: GraphKey, dout: Tensor, saved: Sequence[Tensor], key_shape: Sequence[int], mask_numbers: Tensor | None
+    key: GraphKey, dout: Tensor, saved: Sequence[Tensor], key_shape: Sequence[int], numbers: CallNumbers
 ) -> AttentionCall | ProjectedCall:
     """Returns the call of forward again, for backward.
 
@@ -95,28 +97,30 @@ def rebuild_backward_call(
     """
     if key.projected is not None:
         x, _, _, *projection_tensors = saved
-        return rebuild_call(key, [x, *projection_tensors], mask_numbers)
+        return rebuild_call(key, [x, *projection_tensors], numbers)
     # The call's own q, k and v may be freed. The checks read no values, so that one expanded element is enough.
     q, k, v, *_ = saved
     key_sizes = (dout.shape[0], *key_shape)
     like = ((dout.shape[:3], q), (key_sizes, k), (key_sizes, v))
-    return rebuild_call(key, [x.new_empty(1).expand(*sizes, x.shape[3]) for sizes, x in like], mask_numbers)
+    return rebuild_call(key, [x.new_empty(1).expand(*sizes, x.shape[3]) for sizes, x in like], numbers)
 
 
 def empty_results(key: GraphKey, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
     """Returns empty tensors shaped like the results of `forward`, while a graph is traced.
 
-    Checking the call specializes the graph to the present sizes. So the call is rebuilt, and checked, only if the
-    shapes depend on the layout.
+    Tokens may be symbols, so the call, whose checks would specialize the graph to the present sizes, is not rebuilt.
     """
+    method: Any = object_of(key.method)
     if key.projected is not None:
-        staged_method, spec, q = _check_projected(key, tensors[0], None)
-        return empty_projected_results(staged_method, spec, tensors[0], q, q, sinks)
-    method: AttentionMethod = object_of(key.method)
+        q = _empty_queries(key, tensors[0])[0]
+        key_heads = key_heads_of(int(key.projected.heads), int(key.projected.key_heads))
+        return empty_projected_results(method, key_heads, key.shard_tokens[0], tensors[0], q, q, sinks)
     if method.redistributes_inputs:
-        # `index` turns symbolic tokens, heads and dims into numbers, with guards.
-        tensors = [x.new_empty((x.shape[0], *map(index, x.shape[1:]))) for x in tensors]
-        return rebuild_call(key, tensors, None).empty_results(tensors, sinks)
+        # `index` turns symbolic heads and dims into numbers, with guards.
+        q, k, v = (x.new_empty((*x.shape[:2], *map(index, x.shape[2:]))) for x in tensors)
+        method.check(q, k, v)
+        key_heads, with_lse = key_heads_of(q.shape[2], k.shape[2]), key.return_lse or sinks is not None
+        return empty_redistributed_results(method, q, k, v, key_heads, key.shard_tokens, with_lse)
     q, _, v = tensors
     return [q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))]
 
@@ -140,17 +144,20 @@ def tensor_count(key: GraphKey) -> int:
     return int(key.projected.tensors)
 
 
-def _check_projected(
-    key: GraphKey, x: Tensor, mask_numbers: Tensor | None
-) -> tuple[StagedMethod, AttentionSpec, Tensor]:
-    """Returns (method, spec, an empty tensor shaped like q) of a call on hidden states x."""
-    assert key.projected is not None
+def _check_projected(key: GraphKey, x: Tensor, numbers: CallNumbers) -> tuple[StagedMethod, AttentionSpec]:
+    """Returns method and spec of a call on hidden states x."""
     method: Any = object_of(key.method)
+    q, k = _empty_queries(key, x)
+    return cast(StagedMethod, method), check_call(method, q, k, k, None, key.options(numbers))
+
+
+def _empty_queries(key: GraphKey, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns empty tensors shaped like q and k of a call on hidden states x; both are one expanded element."""
+    assert key.projected is not None
     heads, key_heads, dim, _ = key.projected
-    # The checks read no values, so q and k are one expanded element.
     element = x.new_empty(1, dtype=key.autocast_dtype or x.dtype)
     q, k = (element.expand(*x.shape[:2], n, dim) for n in (heads, key_heads))
-    return cast(StagedMethod, method), check_call(method, q, k, k, None, key.options(mask_numbers)), q
+    return q, k
 
 
 def _local_gradient(grad: Tensor | None, parameter: Tensor) -> Tensor:

@@ -2,17 +2,19 @@
 
 A graph must not depend on Python objects, so the key of a call has, instead of each object:
 
-    layout    -> its text, a constant of the graph: another layout compiles another graph
     method    -> its registered number
     mask      -> `AttentionMask.sides`, with documents and patterns in a separate tensor: one graph for all documents
+    layout    -> a separate tensor: one graph for all layouts, and so for all lengths
     kernel    -> its name
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
 from armillary.core.neighbours import move_key
 
+NUMBERS_SCHEMA = "Tensor? mask_numbers, Tensor? layout_numbers, Tensor? key_layout_numbers"
 OP_KEY_SCHEMA = "int call, SymInt[] numbers, float scale, float softcap, str text"
 AUTOCAST_DTYPES = {
     "": None,
@@ -31,6 +34,26 @@ AUTOCAST_DTYPES = {
     "float32": torch.float32,
 }
 """Dtypes of autocast by name; "" is autocast off."""
+
+
+class CallNumbers(NamedTuple):
+    """The parts of a call that are tensors of integers on the CPU, so that other values need no new graph.
+
+    The arguments of the ops in the order of `NUMBERS_SCHEMA`; all None in eager mode.
+
+    Args:
+        mask: `AttentionMask.numbers`; None without documents and pattern.
+        layout, key_layout: `SequenceLayout.numbers`; None for no layout.
+    """
+
+    mask: Tensor | None = None
+    layout: Tensor | None = None
+    key_layout: Tensor | None = None
+
+    @classmethod
+    def of(cls, options: AttentionOptions) -> CallNumbers:
+        layouts = (None if layout is None else layout.numbers for layout in (options.layout, options.key_layout))
+        return cls(options.mask.numbers, *layouts)
 
 
 class OpKey(NamedTuple):
@@ -67,7 +90,7 @@ class GraphKey(NamedTuple):
     Args:
         method: registered number of the method.
         sides: `AttentionMask.sides`, three numbers.
-        layout, key_layout: layouts as `SequenceLayout.text`; "" for None.
+        shard_tokens: `shard_tokens`, numbers of queries and of keys.
         kernel: its name; "" for None.
         autocast: name of autocast's dtype for projections (`autocast_name`).
         projected: the sizes of a call on hidden states; None for calls on q, k and v.
@@ -78,8 +101,7 @@ class GraphKey(NamedTuple):
     return_lse: bool
     scale: float
     softcap: float | None
-    layout: str
-    key_layout: str
+    shard_tokens: Sequence[int]
     kernel: str
     autocast: str = ""
     projected: ProjectedDims | None = None
@@ -90,6 +112,7 @@ class GraphKey(NamedTuple):
         method: AttentionMethod,
         head_dim: int,
         options: AttentionOptions,
+        shard_tokens: Sequence[int] = (0, 0),
         autocast: str = "",
         projected_dims: ProjectedDims | None = None,
     ) -> GraphKey:
@@ -108,8 +131,7 @@ class GraphKey(NamedTuple):
             options.return_lse,
             head_dim**-0.5 if options.scale is None else float(options.scale),  # the schema has no optional float
             options.softcap,
-            "" if options.layout is None else options.layout.text,
-            "" if options.key_layout is None else options.key_layout.text,
+            shard_tokens,
             "" if kernel is None else kernel if isinstance(kernel, str) else kernel.name,
             autocast,
             projected_dims,
@@ -119,11 +141,11 @@ class GraphKey(NamedTuple):
         """Returns the op's arguments. `unpack` is the inverse."""
         return OpKey(
             -1,  # no registered call
-            # Five numbers, because a mask has three sides; then the dims if it is a call on hidden states.
-            [self.method, *self.sides, int(self.return_lse), *(self.projected or ())],
+            # Seven numbers, because a mask has three sides; then the dims if it is a call on hidden states.
+            [self.method, *self.sides, int(self.return_lse), *self.shard_tokens, *(self.projected or ())],
             self.scale,
             self.softcap or 0.0,  # a softcap is above 0, so 0 is free to mean None
-            "|".join((self.layout, self.key_layout, self.kernel, self.autocast)),
+            "|".join((self.kernel, self.autocast)),
         )
 
     @classmethod
@@ -135,28 +157,25 @@ class GraphKey(NamedTuple):
                 graph is traced, the sides of the mask may be symbols, and reading them would specialize the graph to
                 this mask.
         """
-        method, *sides, return_lse = key.numbers[:5]
-        dims = key.numbers[5:]
+        method, *sides, return_lse, tokens, key_tokens = key.numbers[:7]
+        dims = key.numbers[7:]
         return cls(
             int(method),
             AttentionMask().sides if shapes_only else sides,
             bool(return_lse),
             key.scale,
             key.softcap or None,
+            (tokens, key_tokens),
             *key.text.split("|"),
             projected=ProjectedDims(*dims) if dims else None,
         )
 
-    def options(self, mask_numbers: Tensor | None) -> AttentionOptions:
-        """Returns the options of the call.
-
-        Args:
-            mask_numbers: documents and pattern of the mask (`AttentionMask.numbers`).
-        """
+    def options(self, numbers: CallNumbers) -> AttentionOptions:
+        """Returns the options of the call."""
         return AttentionOptions(
-            AttentionMask.read(self.sides, mask_numbers),
-            read_layout(self.layout),
-            read_layout(self.key_layout),
+            AttentionMask.read(self.sides, numbers.mask),
+            layout_of_numbers(numbers.layout),
+            layout_of_numbers(numbers.key_layout),
             self.scale,
             self.softcap,
             self.kernel or None,
@@ -181,3 +200,30 @@ def autocast_name(x: Tensor) -> str:
 def read_layout(text: str) -> SequenceLayout | None:
     """Returns the layout of a `SequenceLayout.text`; None for ""."""
     return move_key.read_layout(text) if text else None
+
+
+def layout_of_numbers(numbers: Tensor | None) -> SequenceLayout | None:
+    """Returns the layout of a `SequenceLayout.numbers`, the same object for all layers of a step; None for None."""
+    return None if numbers is None else _decode_layout(numbers.numpy().tobytes())
+
+
+@lru_cache(maxsize=256)
+def _decode_layout(encoded: bytes) -> SequenceLayout:
+    return SequenceLayout.of_numbers(np.frombuffer(encoded, dtype=np.int64).tolist())
+
+
+def shard_tokens(method: AttentionMethod, layout: SequenceLayout | None, tokens: int) -> int:
+    """Returns the number of tokens of this rank's sequence shard, from which an op computes the shapes of its results.
+
+    While a graph is traced it is a symbol, unlike the values of `CallNumbers`.
+
+    Args:
+        layout: layout over all ranks of the method or over its sequence axis; None if there is one shard.
+        tokens: number of tokens of this rank.
+    """
+    if layout is None:
+        return tokens
+    # Not a sum of `sizes`: torch.compile would make each of them a symbol at the first length that changes it.
+    head_ranks = method.shards // method.sequence_shards
+    shard, ranks = method.shard // head_ranks, head_ranks if len(layout.sizes) == method.shards else 1
+    return layout.ends[(shard + 1) * ranks] - layout.ends[shard * ranks]

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Self
 
 from torch import Tensor
@@ -119,8 +119,16 @@ class AttentionMethod(ABC):
         """Returns lse [B, T, H] of the local queries."""
         return saved.lse
 
-    def empty_saved(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
-        """Returns empty tensors shaped like those that `forward` saves. Required if `redistributes_inputs`."""
+    def empty_saved(
+        self, q: Tensor, k: Tensor, v: Tensor, key_heads: tuple[int, ...], tokens: int, key_tokens: int
+    ) -> Saved:
+        """Returns empty tensors shaped like those that `forward` saves. Required if `redistributes_inputs`.
+
+        Args:
+            key_heads: as in `AttentionSpec`.
+            tokens, key_tokens: numbers of queries and of keys of this rank's sequence shard; symbols while
+                torch.compile traces a graph.
+        """
         raise TypeError(f"{type(self).__name__} has redistributes_inputs=True, so it must define empty_saved")
 
 
@@ -150,10 +158,18 @@ class StagedMethod(AttentionMethod):
 
     @abstractmethod
     def empty_results(
-        self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, out_buffer: Tensor | None = None
+        self,
+        shape: Sequence[int],
+        shard_tokens: int,
+        key_heads: tuple[int, ...],
+        q: Tensor,
+        v: Tensor,
+        out_buffer: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns empty tensors shaped like the results of `attend`, for q [..., D] and v [..., Dv].
 
         Args:
-            batch: number of rows of the batch.
+            shape: B and T of this rank's tokens.
+            shard_tokens: number of tokens of its sequence shard; a symbol while torch.compile traces a graph.
+            key_heads: as in `AttentionSpec`.
         """

@@ -112,14 +112,15 @@ class Ulysses(HeadMethod):
         lse = self.inner.local_lse(saved, inner_spec).unsqueeze(-1)
         return start_head_to_seq(lse, self.axis, sizes, heads.queries).wait().squeeze(-1)
 
-    def empty_saved(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> Saved:
+    def empty_saved(
+        self, q: Tensor, k: Tensor, v: Tensor, key_heads: tuple[int, ...], tokens: int, key_tokens: int
+    ) -> Saved:
         """Returns empty tensors shaped like those that `forward` saves: head shards, or those of the inner method."""
-        sizes, key_sizes, heads, inner_spec = self.head_call(spec)
-        query_count, key_count = len(heads.queries[self.axis.rank]), len(heads.keys[self.axis.rank])
-        q = q.new_empty((q.shape[0], sum(sizes), query_count, q.shape[3]))
-        k, v = (x.new_empty((x.shape[0], sum(key_sizes), key_count, x.shape[3])) for x in (k, v))
+        heads, rank = split_heads(key_heads, self.axis.size), self.axis.rank
+        q = q.new_empty((q.shape[0], tokens, len(heads.queries[rank]), q.shape[3]))
+        k, v = (x.new_empty((x.shape[0], key_tokens, len(heads.keys[rank]), x.shape[3])) for x in (k, v))
         if self.inner.redistributes_inputs:
-            return self.inner.empty_saved(q, k, v, inner_spec)
+            return self.inner.empty_saved(q, k, v, heads.key_heads(key_heads, rank), tokens, key_tokens)
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         return Saved(q, k, v, out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)))
 

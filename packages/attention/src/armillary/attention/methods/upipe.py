@@ -129,7 +129,8 @@ class UPipe(HeadMethod, StagedMethod):
             # 1. q has arrived: all n tokens of the sequence shard, and this rank's heads of the stage.
             q = stage_tensors.pop()
             if not results:  # allocated at the first stage, when q and v tell the head dims and dtype
-                results.extend(self.empty_results(q.shape[0], q, keys.v, spec, out_buffer))
+                shape = q.shape[0], call.sizes[self.axis.rank]
+                results.extend(self.empty_results(shape, sum(call.sizes), spec.key_heads, q, keys.v, out_buffer))
             out, lse = results
             # 2. Attention over the keys of the round.
             if stage.own_indices:
@@ -192,22 +193,27 @@ class UPipe(HeadMethod, StagedMethod):
         return start_head_to_seq(lse.unsqueeze(-1), self.axis, call.sizes, call.queries).wait().squeeze(-1)
 
     def empty_results(
-        self, batch: int, q: Tensor, v: Tensor, spec: AttentionSpec, out_buffer: Tensor | None = None
+        self,
+        shape: Sequence[int],
+        shard_tokens: int,
+        key_heads: tuple[int, ...],
+        q: Tensor,
+        v: Tensor,
+        out_buffer: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns empty tensors shaped like out and lse of `attend`.
 
         Args:
-            batch: number of rows of the batch.
+            shape, shard_tokens, key_heads: as in `StagedMethod.empty_results`.
             q: any tensor with the dtype and device of queries.
             v: any tensor with Dv as its last dim.
             out_buffer: used as out, if it has the right shape and dtype.
         """
-        call = self._staged_call(spec)
-        shape = (batch, call.sizes[self.axis.rank], len(spec.key_heads), v.shape[3])
-        fits = out_buffer is not None and out_buffer.shape == shape and out_buffer.dtype == q.dtype
-        out = out_buffer if out_buffer is not None and fits else q.new_empty(shape)
-        heads = len(call.queries[self.axis.rank])
-        return out, q.new_empty((batch, sum(call.sizes), heads), dtype=accumulation_dtype(q.dtype))
+        out_shape = (*shape, len(key_heads), v.shape[3])
+        fits = out_buffer is not None and out_buffer.shape == out_shape and out_buffer.dtype == q.dtype
+        out = out_buffer if out_buffer is not None and fits else q.new_empty(out_shape)
+        own_heads = len(split_heads(key_heads, self.axis.size).queries[self.axis.rank])
+        return out, q.new_empty((shape[0], shard_tokens, own_heads), dtype=accumulation_dtype(q.dtype))
 
     def own_queries(self, spec: AttentionSpec) -> slice:
         """Returns the query heads that this rank attends with."""

@@ -1,23 +1,27 @@
 """Hugging Face transformers: an attention implementation that unmodified models select by name.
 
 A model first creates a mask for each kind of layer, then passes it to every layer of that kind. Our mask function
-returns a `ShardMask` with the layout and documents given to `with sequence(...)`. When backward recomputes a layer, in
+returns a `ShardMask` with the layout given to `with sequence(...)` and the documents. It communicates, and is never
+part of a compiled graph, so that layers can be compiled. When backward recomputes a layer, in
 any thread, the layer therefore has the same layout and documents as in forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from armillary.attention import ContextParallel, Method
+from armillary.attention import AttentionMask, ContextParallel, Method
 from armillary.attention.context_parallel.communication import gather_integers
 from armillary.attention.context_parallel.registries import ShardedImplementation
 from armillary.attention.context_parallel.sequence import SequenceContext, check_method, current_sequence
+from armillary.attention.mask.content import Documents
+from armillary.core import compat
 from armillary.integrations.transformers.callers import Caller, calling_functions, calling_module
 from armillary.integrations.transformers.documents import DocumentFinder, documents_of_boundaries
 from armillary.integrations.transformers.groups import GroupFinder
@@ -128,6 +132,7 @@ class Implementation(ShardedImplementation):
         self.first_positions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         """Maps each checked model to the position id that it gives a document's first token."""
 
+    @compat.outside_graphs  # it communicates and reads stack frames
     def mask(
         self,
         batch_size: int,
@@ -167,7 +172,26 @@ class Implementation(ShardedImplementation):
             groups = None if context.mask is not None else self.group_finder.find(rule, callers, layout)
         except ValueError as error:
             refusal = None if context.mask is not None else str(error)
-        return ShardMask(context, layout, rule, groups, position_ids, counts_from_shard, first_position, refusal)
+        mask = ShardMask(
+            context,
+            layout,
+            self.method.shard,
+            rule,
+            groups,
+            position_ids,
+            _boundaries(callers),
+            counts_from_shard,
+            first_position,
+            refusal,
+        )
+        # 4. The documents, here and not in the layers, because a compiled layer cannot communicate.
+        if refusal is None:
+            _known_documents(mask, *mask.boundaries)  # may raise on one rank only, so before ranks communicate
+            # On any other error the mask stays unfinished, and the first layer that gets it raises the error.
+            with suppress(ValueError):
+                name = type(config).__name__ if model is None else type(model).__name__
+                mask.finished = self._find_mask(name, mask, q_length, position_ids, *mask.boundaries)
+        return mask
 
     def attention(
         self,
@@ -210,16 +234,31 @@ class Implementation(ShardedImplementation):
         # output_router_logits may be an argument of the call, which the checks of the config do not see.
         if self.method.shards > 1 and options.get("output_router_logits") and options.get("shift_labels") is not None:
             raise ValueError(ROUTER_LOSS_ERROR)
-        # Documents, from most to least explicit: those given to `sequence`, cu_seq_lens, position ids.
-        layout, documents = attention_mask.layout, attention_mask.context.documents
-        if documents is None and cu_seq_lens_q is not None:
-            documents = documents_of_boundaries(cu_seq_lens_q, cu_seq_lens_k, layout)
-        documents = self.document_finder.find(name, attention_mask, query.shape[2], position_ids, documents)
-        mask = attention_mask.with_documents(documents)
+        # The mask function has read these tensors, unless the layer gets others than the model.
+        mask = attention_mask.finished_for(query.shape[2], position_ids, cu_seq_lens_q, cu_seq_lens_k)
+        if mask is None:
+            tensors = position_ids, cu_seq_lens_q, cu_seq_lens_k
+            mask = self._find_mask_outside_graphs(name, attention_mask, query.shape[2], *tensors)
         # Llama 4 has already scaled the queries, by positions counted from the shard's first token.
-        query = scale_by_position(module, query, layout.positions(self.method.shard))
+        query = scale_by_position(module, query, attention_mask.positions)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        layout = attention_mask.layout
         return self.method(q, k, v, mask=mask, layout=layout, scale=scaling, softcap=softcap, sinks=s_aux), None
+
+    def _find_mask(
+        self,
+        name: str,
+        mask: ShardMask,
+        tokens: int,
+        position_ids: Tensor | None,
+        cu_seq_lens_q: Tensor | None,
+        cu_seq_lens_k: Tensor | None,
+    ) -> AttentionMask:
+        """Returns the mask of layers that get these tensors; communicates as `DocumentFinder.find`."""
+        documents = _known_documents(mask, cu_seq_lens_q, cu_seq_lens_k)
+        return mask.with_documents(self.document_finder.find(name, mask, tokens, position_ids, documents))
+
+    _find_mask_outside_graphs = compat.outside_graphs(_find_mask)
 
     def _check_model(self, model: Any) -> int:
         """Checks the modules of a model once; returns the position id of a document's first token."""
@@ -264,6 +303,22 @@ def _position_ids(callers: list[Caller], shards: int) -> tuple[Tensor | None, bo
     if candidates:
         return candidates[0] if candidates[0].ndim > 1 else candidates[0][None], False
     return None, takes_position_ids or has_tokens
+
+
+def _known_documents(mask: ShardMask, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> Documents | None:
+    """Returns the documents given to `sequence`, or else those of cu_seq_lens; None if position ids decide."""
+    if mask.context.documents is not None or cu_seq_lens_q is None:
+        return mask.context.documents
+    return documents_of_boundaries(cu_seq_lens_q, cu_seq_lens_k, mask.layout)
+
+
+def _boundaries(callers: list[Caller]) -> tuple[Tensor | None, Tensor | None]:
+    """Returns cu_seq_lens_q and cu_seq_lens_k of the callers, which models pass on to their layers; None without."""
+    for caller in callers:
+        arguments = {**caller.locals, **caller.locals.get("kwargs", {})}
+        if isinstance(arguments.get("cu_seq_lens_q"), Tensor):
+            return arguments["cu_seq_lens_q"], arguments.get("cu_seq_lens_k")
+    return None, None
 
 
 def _check_layer(name: str, mask: ShardMask, sliding_window: int | None, is_causal: bool | None) -> None:

@@ -14,6 +14,9 @@ from torch import nn
 MAX_FRAMES = 12
 """More calls than there are between a model's forward and a mask function."""
 
+WRAPPERS = ("torch._dynamo.", "armillary.core.compat")
+"""Python modules of the functions that call a mask function outside of a compiled graph."""
+
 
 class Caller(NamedTuple):
     """A running function: its Python module's name, its local and global variables, its parameters' names."""
@@ -25,7 +28,7 @@ class Caller(NamedTuple):
 
 
 def calling_functions() -> list[Caller]:
-    """Returns the callers of the function that calls this one, innermost first.
+    """Returns the callers of the function that calls this one, innermost first, without `WRAPPERS`.
 
     The list ends after the methods of the innermost `nn.Module`, and has at most MAX_FRAMES functions.
     """
@@ -34,14 +37,15 @@ def calling_functions() -> list[Caller]:
     for _ in range(2):  # skips this function and the one that calls it
         frame = frame and frame.f_back
     while frame is not None and len(callers) < MAX_FRAMES:
-        code = frame.f_code
+        module_name, code = str(frame.f_globals.get("__name__", "")), frame.f_code
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        caller = Caller(str(frame.f_globals.get("__name__", "")), frame.f_locals, frame.f_globals, parameters)
+        caller = Caller(module_name, frame.f_locals, frame.f_globals, parameters)
         # The innermost module makes the mask. Modules that call it may have other tokens, so the search stops there.
         module = calling_module(callers)
         if module is not None and caller.locals.get("self") is not module:
             break
-        callers.append(caller)
+        if not module_name.startswith(WRAPPERS):
+            callers.append(caller)
         frame = frame.f_back
     return callers
 

@@ -6,13 +6,14 @@ transformers derives these frequencies from the largest position id of a call. O
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from armillary.attention.context_parallel.communication import gather_integers
 from armillary.attention.methods.base import Method
+from armillary.core import compat
 
 
 def depends_on_last_position(rope: Any) -> bool:
@@ -52,10 +53,10 @@ class RopeHook:
             # The hook of a submodel may have come first.
             if depends_on_last_position(getattr(module, "rope_type", None)) and not hasattr(module, HOOKED):
                 setattr(module, HOOKED, True)
-                append = cast(Callable[..., Any], torch.compiler.disable(self.append))  # it communicates
-                module.register_forward_pre_hook(append, with_kwargs=True)
+                module.register_forward_pre_hook(self.append, with_kwargs=True)
                 module.register_forward_hook(self.remove)
 
+    @compat.outside_graphs  # it communicates
     def append(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         method = self.method_of(module.config)
         if method is None or method.shards == 1:

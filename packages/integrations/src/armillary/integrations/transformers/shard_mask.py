@@ -22,24 +22,33 @@ class ShardMask:
     Args:
         context: layout, documents and mask given to `with sequence(...)` around the forward.
         layout: layout over all ranks of the method.
+        shard: this rank's shard.
         rule: the model's mask function; None if it is unknown, so that only a mask given to `sequence` can be used.
         groups: [B, N], the group of each token of the whole sequence, if the rule has groups.
         position_ids: position ids read from the frames of the mask function's callers.
+        boundaries: cu_seq_lens_q and cu_seq_lens_k read from these frames; None without.
         counts_from_shard: True if the model got no position ids, so that it counts from the shard's first token.
         first_position: the position id of a document's first token: 0, or padding_idx + 1 (RoBERTa).
         refusal: reason why layers cannot use the mask. The first layer that gets the mask raises it, because a model
             also makes masks of kinds that no layer has (Qwen2-MoE with sliding_window=0).
+
+    Attributes:
+        positions: [T], global positions of this rank's tokens, on the CPU.
+        finished: the mask with the documents of `position_ids` and `boundaries`; None if they are invalid.
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
     __slots__ = (
+        "boundaries",
         "cached_mask",
         "context",
         "counts_from_shard",
+        "finished",
         "first_position",
         "groups",
         "layout",
         "position_ids",
+        "positions",
         "refusal",
         "rule",
     )
@@ -48,16 +57,20 @@ class ShardMask:
         self,
         context: SequenceContext,
         layout: SequenceLayout,
+        shard: int,
         rule: Rule | None,
         groups: Tensor | None = None,
         position_ids: Tensor | None = None,
+        boundaries: tuple[Tensor | None, Tensor | None] = (None, None),
         counts_from_shard: bool = False,
         first_position: int = 0,
         refusal: str | None = None,
     ) -> None:
         self.context, self.layout, self.rule, self.groups = context, layout, rule, groups
         self.position_ids, self.counts_from_shard, self.first_position = position_ids, counts_from_shard, first_position
-        self.refusal = refusal
+        self.boundaries, self.refusal = boundaries, refusal
+        self.positions = layout.positions(shard)
+        self.finished: AttentionMask | None = None
         self.cached_mask: tuple[Documents | None, AttentionMask] | None = None
 
     # A model that computes with its mask tensor would get wrong results on a shard: any use as a tensor raises.
@@ -70,6 +83,18 @@ class ShardMask:
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], *_: Any) -> NoReturn:
         raise NoTensorError(getattr(func, "__name__", str(func)))
+
+    def finished_for(
+        self,
+        tokens: int,
+        position_ids: Tensor | None,
+        cu_seq_lens_q: Tensor | None,
+        cu_seq_lens_k: Tensor | None,
+    ) -> AttentionMask | None:
+        """Returns `finished`, or None for a layer that gets other tensors than those from which it was made."""
+        same_ids = position_ids is None or position_ids.ndim != 2 or position_ids is self.position_ids
+        same_boundaries = cu_seq_lens_q is self.boundaries[0] and cu_seq_lens_k is self.boundaries[1]
+        return self.finished if tokens == len(self.positions) and same_ids and same_boundaries else None
 
     def with_documents(self, documents: Documents | None) -> AttentionMask:
         """Returns the mask of a sequence packed from documents; computed once for all layers of the kind."""

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
 from armillary.attention.context_parallel.communication import gather_integers, sequence_axis
 from armillary.attention.context_parallel.sequence import SequenceContext, current_sequence
-from armillary.core import Axis, SequenceLayout, short_convolution
+from armillary.core import Axis, SequenceLayout, compat, short_convolution
 
 OPTION = "armillary_sequence"
 """Name of the option that carries the `StateSequence` from a model to its layers."""
@@ -213,6 +213,7 @@ class StateHook:
         self.checked_positions: Any = WeakTensorKeyDictionary()
         """Position ids that passed `_check_positions` -> (version, layout)."""
 
+    @compat.outside_graphs  # it communicates
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A submodel has this hook too, and the hook of the outer model may have added the option already. On one rank,
         # outside of `sequence`, the original functions run.
