@@ -245,6 +245,7 @@ def refusals() -> list[str]:
         "NoneType": lambda: cp.loss(logits, None),
         "logits (1, 5, 32)": lambda: cp.loss(logits, longer),
         "batch.inputs": lambda: cp.loss(logits.mean(), batch),
+        "next token": lambda: cp.loss(None, batch),
         "layout=": lambda: batch.attend(q, q, q, layout=longer.layout),
         "shift_labels": lambda: cp.shard(ids, mask=AttentionMask.of_slices([Slice(range(20), range(20))])),
         "mask whose documents": lambda: cp.shard(ids, mask=AttentionMask(documents=[0, 5, 20]), documents=[0, 7, 20]),
@@ -274,6 +275,28 @@ def refusals() -> list[str]:
 
 def test_wrong_use_raises_on_every_rank(worlds):
     assert worlds(RANKS).run(refusals) == [[]] * RANKS
+
+
+def losses_of_own_shares() -> list[float]:
+    """Relative errors of losses that a script computes itself, as shares; checks when a scalar is refused."""
+    cp, model, setup = ContextParallel("ring", mesh(ring=RANKS)), new_model(), Setup("none", documents=True)
+    ids, labels, documents = rows_of(setup, 0, 0)
+    expected, gradients = expected_step(setup)
+    batch = cp.shard(ids, labels, documents=documents)
+    logits = model(batch.ids, batch.position_ids, batch.attend)
+    total = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    cp.loss(logits.detach(), batch)  # reads no number of labels for the script
+    with pytest.raises(ValueError, match=r"batch\.labelled.*batch\.inputs"):
+        cp.loss(total / label_count(labels, documents), batch)
+    loss = cp.loss(total / batch.labelled, batch)
+    loss.backward()
+    cp.reduce_gradients(model)
+    pairs = zip(model.parameters(), gradients, strict=True)
+    return [abs(float(loss.detach()) / expected - 1), *(relative_error(p.grad, gradient) for p, gradient in pairs)]
+
+
+def test_a_script_may_compute_this_ranks_share_itself(worlds):
+    assert all(max(errors) < 1e-10 for errors in worlds(RANKS).run(losses_of_own_shares))
 
 
 def recompute_with_another_forward() -> str:

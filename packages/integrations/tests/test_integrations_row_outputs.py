@@ -148,7 +148,10 @@ def test_outputs_of_tokens_are_accepted(worlds):
 def labels_of_tokens() -> str:
     cp = ContextParallel("ring", mesh(ring=2))
     model = cp.prepare(build("Llama", "ForSequenceClassification", **CLASSIFIERS["Llama"]))
-    with pytest.raises(ValueError) as raised, cp.shard(padded_rows()[0]) as batch:
+    ids = padded_rows()[0]
+    with cp.shard(ids) as batch:
+        assert model(**batch.inputs).loss is None
+    with pytest.raises(ValueError) as raised, cp.shard(ids, shift_labels=ids) as batch:
         model(**batch.inputs)
     dist.barrier()
     return str(raised.value)

@@ -447,6 +447,8 @@ def refusal(wrong: str) -> str:
             options["documents"] = [0, LENGTH]
         case "jumps":
             arguments["position_ids"] = arguments["position_ids"] + 3 * (arguments["position_ids"] > 30)
+        case "continues another document":
+            arguments["position_ids"] = arguments["position_ids"] + 37 * (arguments["position_ids"] >= 20)
         case "late":
             arguments["position_ids"] = arguments["position_ids"] + 1
         case "counting from 0, documents":
@@ -494,6 +496,7 @@ REFUSED = {
     "no positions": "layout.positions(attend.shard)",
     "no positions, documents": "layout.positions(attend.shard)",
     "jumps": "layout.positions(attend.shard)",
+    "continues another document": "layout.positions(attend.shard)",
     "late": "layout.positions(attend.shard)",
     "counting from 0, documents": "at position 12 of row 0 has position id 0, which is not beyond",
     "falling, documents": "at position 31 of row 0 has position id 29, which is not beyond",
@@ -525,8 +528,8 @@ def logits_of_positions(case: str):
     (ids, _), positions = tokens(), torch.arange(LENGTH)
     offsets = {"late": positions + 2, "skipping": positions + 7 * (positions >= 20) + 30 * (positions > 40)}
     rows = torch.stack([positions, positions + LENGTH]) if case == "later rows" else offsets[case][None]
-    batch = ContextParallel(attend).shard(ids, position_ids=rows)
-    documents = (0, LENGTH) if case == "later rows" else batch.documents
+    documents = (0, LENGTH)  # in `rows` alone, transformers would find a document after each position that is skipped
+    batch = ContextParallel(attend).shard(ids, position_ids=rows, documents=documents)
     seq_idx = torch.zeros_like(batch.ids, dtype=torch.int32)
     with sequence(layout=batch.layout, documents=documents), InFloat64():
         logits = model("mistral, narrow", "armillary")(**batch.inputs, seq_idx=seq_idx).logits

@@ -304,6 +304,9 @@ REFUSED = {
     "bert, with a pooler": "BertModel returns pooler_output",
     "modernbert, no positions": "transformers does not look for documents",
     "qwen2_vl, no positions": "which are not beyond",
+    "qwen2_vl, positions of text": "M-RoPE",
+    "qwen2_5_vl, positions of text": "M-RoPE",
+    "qwen2_vl, token types of one rank": "M-RoPE",
     "mistral, full mask": "has causal=False, but the model is causal",
     "bert, causal mask": "has causal=True, but the model is bidirectional",
     "llama4, mask": "chunks of 7",
@@ -325,6 +328,12 @@ def refusal(wrong: str) -> str:
         del inputs["position_ids"]
     elif case == "positions of a shard":
         inputs["position_ids"] = torch.arange(LENGTH // 4)[None]
+    elif case == "positions of text":
+        inputs["position_ids"] = layout.positions(attend.shard)[None]
+    elif case == "token types of one rank":
+        ids, types = (layout.take(x, attend.shard) for x in tokens())
+        inputs = {"input_ids": ids, "position_ids": layout.positions(attend.shard)[None]}
+        inputs["mm_token_type_ids"] = types if attend.shard == 1 else torch.zeros_like(types)
     elif case == "with a pooler":
         model = transformers.BertModel(model.config)
     elif case == "groups of its own":
@@ -335,6 +344,28 @@ def refusal(wrong: str) -> str:
     elif "mask" in case:
         mask = AttentionMask(causal=case != "full mask")
     return refusal_of_call(model, inputs, layout, mask)
+
+
+def logits_of_text():
+    """Local logits of a row without images, with its position ids [1, T] and [3, 1, T]."""
+    attend = usp()
+    register_transformers(attend)
+    layout, model, (ids, _) = attend.layout(LENGTH), built("qwen2_vl", "armillary"), tokens()
+    positions = layout.positions(attend.shard)[None]
+    results = []
+    for position_ids in (positions, positions.expand(3, 2, -1)):
+        with sequence(layout=layout), InFloat64():
+            results.append(
+                outputs(model, {"input_ids": layout.take(ids % 60, attend.shard), "position_ids": position_ids})
+            )
+    return [logits.detach() for logits in results]
+
+
+def test_text_needs_one_position_id_per_token(worlds):
+    with InFloat64():
+        expected = outputs(built("qwen2_vl", "eager"), {"input_ids": tokens()[0] % 60}).detach()
+    for shards in zip(*worlds(4).run(logits_of_text), strict=True):
+        assert relative_error(SequenceLayout.zigzag(LENGTH, 2).refine(2).join(shards), expected) < 1e-9
 
 
 def other_blocks(block_sequence_ids, **arguments):

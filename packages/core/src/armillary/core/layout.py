@@ -165,8 +165,9 @@ class SequenceLayout:
                 "keys": those of its keys, as when queries rotate; "both": each of the two counts is balanced.
 
         Raises:
-            ValueError: documents that do not rise from 0 to `length`, an invalid window, `mask` together with another
-                mask argument, a negative `send_cost`, an unknown `balanced_by`, `length`^2 times rows of 2^63 or more.
+            ValueError: documents that fall or are not from 0 to `length`, an invalid window, `mask` together with
+                another mask argument, a negative `send_cost`, an unknown `balanced_by`, `length`^2 times rows of 2^63
+                or more.
         """
         length, shards = _check_sizes(length, shards)
         send_cost = SEND_COST if send_cost is None else number("send_cost", send_cost)

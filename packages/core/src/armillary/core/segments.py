@@ -163,7 +163,7 @@ def segments_of(length: int, documents: object = None, mask: Segmented | None = 
         mask: an attention mask of documents or a tree, instead of `documents`.
 
     Raises:
-        ValueError: both documents and a mask, boundaries that do not rise from 0 to `length`, or a mask that has no
+        ValueError: both documents and a mask, boundaries that fall or are not from 0 to `length`, or a mask that has no
             segments.
     """
     if mask is not None:

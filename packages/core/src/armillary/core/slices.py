@@ -74,7 +74,7 @@ def mask_slices(
     """Returns the slices of this mask: one array for each row of `documents`, or a single one for all batch rows.
 
     Raises:
-        ValueError: documents that do not rise from 0 to `length`, an invalid window, or `causal` is not a bool.
+        ValueError: documents that fall or are not from 0 to `length`, an invalid window, or `causal` is not a bool.
     """
     low, high = band(check_bool("causal", causal), window_of(window))
     rows = documents_of(documents, length)

@@ -109,31 +109,40 @@ def window_of(window: object) -> Window | None:
 def documents_of(documents: object, length: int | None = None) -> Boundaries | tuple[Boundaries, ...] | None:
     """Returns one tuple of boundaries for all rows of a batch, or a tuple of such tuples, one for each row.
 
+    A repeated boundary is an empty document, with which libraries pad cu_seqlens to a fixed size: it is left out. A
+    tensor [B, n] of the documents of each row has no other way to say that rows have different numbers of documents.
+
     Raises:
-        ValueError: fewer than two boundaries, or they are not integers that rise from 0 (to `length`, if given).
+        ValueError: boundaries that are not integers from 0 (to `length`, if given), that fall, or whose documents are
+            all empty.
     """
     if documents is None:
         return None
     values = _elements(documents)
     if not values or set(map(type, values)) == {int}:  # the usual case: one list of ints
-        return boundaries_of(documents if values is None else values, length)
+        return boundaries_of(documents if values is None else values, length, repeats=True)
     rows = [_elements(row) for row in values]
     if any(row is None for row in rows):  # numpy integers, or numbers mixed with lists, which `boundaries_of` refuses
-        return boundaries_of(values, length)
-    return tuple(boundaries_of(row, length) for row in rows)
+        return boundaries_of(values, length, repeats=True)
+    return tuple(boundaries_of(row, length, repeats=True) for row in rows)
 
 
-def boundaries_of(ends: object, length: int | None = None) -> Boundaries:
-    """Returns the document boundaries of one row. Raises ValueError as `documents_of` does."""
+def boundaries_of(ends: object, length: int | None = None, *, repeats: bool = False) -> Boundaries:
+    """Returns the boundaries of one row.
+
+    Args:
+        repeats: True leaves out repeated boundaries; False refuses them.
+
+    Raises:
+        ValueError: as `documents_of`, or repeated boundaries.
+    """
     values = ends if isinstance(ends, (tuple, list)) else ()
     ends_or_none = [end if type(end) is int else _as_int(end) for end in cast("Sequence[object]", values)]
     integers = [end for end in ends_or_none if end is not None]
-    invalid = (
-        len(ends_or_none) < 2
-        or len(integers) < len(ends_or_none)
-        or integers[0] != 0
-        or any(a >= b for a, b in pairwise(integers))
-    )
+    only_integers = len(integers) == len(ends_or_none)
+    if repeats:
+        integers = [end for i, end in enumerate(integers) if not i or end != integers[i - 1]]
+    invalid = not only_integers or len(integers) < 2 or integers[0] != 0 or any(a >= b for a, b in pairwise(integers))
     if invalid or length not in (None, integers[-1]):
         requirement = "start at 0 and rise" if length is None else f"rise from 0 to the length {length}"
         raise ValueError(

@@ -17,7 +17,7 @@ from armillary.attention.context_parallel.communication import gather_tokens
 from armillary.integrations.accelerate import RowGroups, share_rows
 from armillary.integrations.trainer_checks import check_trainer, method_of
 from armillary.integrations.transformers.inputs import shard_inputs
-from armillary.integrations.transformers.models import padding_idx_of
+from armillary.integrations.transformers.models import padding_idx_of, predicts_next_token
 
 if TYPE_CHECKING:
     Trainer: Any = object
@@ -46,7 +46,7 @@ class SharedRowsTrainer(Trainer):
 
     def share_rows(self, cp: ContextParallel) -> None:
         """Makes the trainer's accelerator treat each group of ranks that share a sequence as one process."""
-        cp.padding_idx = padding_idx_of(self.model)
+        cp.padding_idx, cp.shifts_labels = padding_idx_of(self.model), predicts_next_token(self.model)
         self.cp, self.groups = cp, share_rows(self.accelerator, cp)
         # Trainer's constructor stored the accelerator's function before `share_rows` replaced it.
         objects = self.args.eval_use_gather_object

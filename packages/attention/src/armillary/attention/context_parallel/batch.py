@@ -7,12 +7,13 @@ from itertools import count
 from typing import Any, Self, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary.attention.context_parallel.averaging import record_ddp
 from armillary.attention.context_parallel.communication import gather_tokens
-from armillary.attention.context_parallel.rows import Rows
+from armillary.attention.context_parallel.rows import IGNORED, Rows
 from armillary.attention.context_parallel.sdpa import in_backward, with_documents
 from armillary.attention.context_parallel.sequence import current_sequence, sequence
 from armillary.attention.mask import AttentionMask
@@ -33,14 +34,14 @@ class ContextParallelBatch:
         ids: token ids [B, T].
         position_ids: [B or 1, T], those given to `shard`, or else counted from the start of each document. Padding has
             its position in the row.
-        labels: [B, T], shifted; -100 for tokens without a label.
+        labels: [B, T], of the tokens' outputs: shifted, if the model predicts the next token; -100 without a label.
+        has_labels: False if `ContextParallel.shard` was given no labels and could not take those of the next tokens.
         attention_mask: [B, T]; None if `ContextParallel.shard` was given none.
         documents: boundaries of the documents and of runs of padding, in global positions.
         layout: layout of the sequence over all ranks of the method.
-        labelled: number of labels by which the loss divides the sum over all ranks.
         mask: mask of `attend`; with the documents, unless it cannot have any.
         ddp_modules: DDP modules in whose forward the batch was attended.
-        inputs_read: True once `inputs` was read, so that a model's scalar loss may come from them.
+        label_count_read: True once `labelled`, or `inputs` with it, was read, so that a scalar loss can be a share.
     """
 
     def __init__(
@@ -53,26 +54,62 @@ class ContextParallelBatch:
         mask: AttentionMask,
         replaces_mask: bool,
     ) -> None:
-        self.owner, self.method, self.layout, self.labelled, self.mask = owner, method, layout, labelled, mask
-        self.ids, self.position_ids, self.labels = (self.take(x) for x in (rows.ids, rows.position_ids, rows.labels))
+        self.owner, self.method, self.layout, self.mask = owner, method, layout, mask
+        self.ids, self.position_ids = self.take(rows.ids), self.take(rows.position_ids)
+        self._shifts_labels, self.has_labels = rows.shifts_labels, rows.labels is not None
+        self.labels = torch.full_like(self.ids, IGNORED) if rows.labels is None else self.take(rows.labels)
         self.attention_mask = None if rows.attention_mask is None else self.take(rows.attention_mask)
-        self.documents = rows.documents
+        self.documents, self._inferred = rows.documents, rows.inferred
         self._replaces_mask = replaces_mask  # True: inside `with batch`, `mask` replaces the model's own mask
         self._block: AbstractContextManager[None] | None = None
         self._number = next(_NUMBERS)  # 1, 2, ...: tells batches apart when backward recomputes attention
         self._attended = False  # True after the first call of `attend` in a forward
         self.ddp_modules: set[DistributedDataParallel] = set()
-        self.inputs_read = False
+        self._labelled, self.label_count_read = labelled, False
+
+    @property
+    def labelled(self) -> int:
+        """Number of labels, over all ranks, by which the loss divides the sum over all ranks.
+
+        The sum of losses over this rank's labels, divided by it, is a share that `cp.loss` takes.
+        """
+        self.label_count_read = True
+        return self._labelled
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Arguments of a model of transformers. `cp.loss` takes the loss that the model returns for them."""
-        self.inputs_read = True
+        """Arguments of a model of transformers. `cp.loss` takes the loss that the model returns for them.
+
+        Without labels, if the batch has none or the model does not predict the next token: give `cp.loss` its logits.
+        """
+        inputs: dict[str, Any] = {"input_ids": self.ids, "position_ids": self.position_ids}
+        if self.attention_mask is not None:
+            inputs["attention_mask"] = self.attention_mask
         # transformers computes a loss if `labels` are given; it uses `shift_labels` as they are, and divides the sum of
-        # losses by `num_items_in_batch`.
-        inputs = {"input_ids": self.ids, "position_ids": self.position_ids, "labels": self.labels}
-        inputs |= {"shift_labels": self.labels, "num_items_in_batch": self.labelled}
-        return inputs if self.attention_mask is None else {**inputs, "attention_mask": self.attention_mask}
+        # losses by `num_items_in_batch`. Losses of other kinds are means over the labels given, those of one shard.
+        if self._shifts_labels:
+            inputs |= {"labels": self.labels, "shift_labels": self.labels, "num_items_in_batch": self.labelled}
+        return inputs
+
+    def share_of(self, logits: Tensor) -> Tensor:
+        """Returns this rank's share of the loss, []: the sum over its labels, divided by the labels of all ranks.
+
+        Args:
+            logits: [B, T, V], of the batch's tokens.
+
+        Raises:
+            ValueError: the batch has no labels.
+        """
+        if not self.has_labels:
+            raise ValueError(
+                "the batch has no labels, and those of the next tokens are not of a model with another loss: "
+                "cp.shard(ids, shift_labels=...), with the label of each token's own output"
+            )
+        # Sums and not means: a rank without labels contributes 0, and its mean would be NaN.
+        flat = logits.flatten(0, 1)
+        sum_dtype = torch.promote_types(flat.dtype, torch.float32)
+        total = F.cross_entropy(flat.to(sum_dtype), self.labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return total / self._labelled
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """Returns this rank's tokens of a tensor of the whole sequence: [B, N, ...] -> [B, T, ...]."""
@@ -148,6 +185,7 @@ class ContextParallelBatch:
         context = current_sequence()
         assert context is not None
         context.ddp_modules = self.ddp_modules
+        context.inferred = self._inferred and not self._replaces_mask
         return self
 
     def __exit__(self, *raised: Any) -> None:

@@ -9,7 +9,6 @@ from math import prod
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -18,7 +17,7 @@ from armillary.attention.call.validation import check_layout, over_all_ranks
 from armillary.attention.context_parallel.averaging import AveragingCheck
 from armillary.attention.context_parallel.batch import ContextParallelBatch
 from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
-from armillary.attention.context_parallel.rows import IGNORED, complete_rows
+from armillary.attention.context_parallel.rows import complete_rows
 from armillary.attention.context_parallel.sdpa import with_documents
 from armillary.attention.context_parallel.sequence import check_method, takes_documents
 from armillary.attention.mask import AttentionMask
@@ -56,6 +55,9 @@ class ContextParallel:
         method: the attention method.
         axes: the axes of the method and of `data` that have more than one rank.
         padding_idx: position ids count from padding_idx + 1 (RoBERTa); None: they count from 0. `prepare` sets it.
+        shifts_labels: False for models whose loss is not of the next token (masked language models, classification of
+            tokens): `shard` then takes `shift_labels` alone. `prepare` sets it to False for such a model, and never
+            back to True.
 
     Raises:
         ValueError: `method` is no method, an unknown name, or a name without a mesh; the method's axes are unknown;
@@ -82,6 +84,7 @@ class ContextParallel:
         self.axes = [*sequence_axes, *self._data_axes]
         self.padding_idx: int | None = None
         self._averaging = AveragingCheck(self.axes, mesh)
+        self.shifts_labels = True
 
     @property
     def ranks(self) -> int:
@@ -108,17 +111,20 @@ class ContextParallel:
 
         Args:
             ids: [B, N], the whole rows; the same on all ranks that share a sequence.
-            labels: [B, N], unshifted: each token itself, or -100. By default `ids`.
+            labels: [B, N], unshifted: each token itself, or -100. By default `ids`. If `shifts_labels` is False,
+                labels are refused, and without `shift_labels` the batch has none.
             mask: attention mask, to which `documents` are added. By default `batch.attend` is causal, and a model
                 called inside `with batch` uses its own mask.
             layout: layout over all ranks of the method, or over its sequence axis only; by default `method.layout(N)`.
             documents: boundaries, as `AttentionMask` takes them. By default those of `mask`; without them, a document
-                starts wherever a position id is 0 (or padding_idx + 1), and without position_ids each row is one.
+                starts wherever a position id is not the previous one plus 1, as in transformers. Without position_ids,
+                or with an attention_mask, each row is one.
             position_ids: [B or 1, N]; by default they count from the start of each document.
             attention_mask: [B, N] of 1 for tokens and 0 for padding, as tokenizers make it. Each run of padding becomes
                 a separate document, which no other token sees and which has no labels. The model's output for padding
                 is meaningless. `mask` must then be of a kind that can have documents.
-            shift_labels: [B, N], labels that are shifted already, instead of `labels`.
+            shift_labels: [B, N], instead of `labels`, the label of each token's output: shifted already, or the label
+                of the token itself for a masked language model.
             labelled: number of labels that the loss is averaged over; by default the labels of this batch on all data
                 axes. For several micro-batches, give the number of labels in all of them. A batch without labels has
                 loss 0.
@@ -129,11 +135,12 @@ class ContextParallel:
         Raises:
             ValueError: tensors whose shapes differ from that of `ids`; documents that do not end at N, or differ from
                 those of `mask`; a layout of another length or number of shards; `labelled` below 1; both labels and
-                shift_labels; a mask that cannot have documents (a tree, slices, blocks, a mask per row) beside padding,
-                or without position_ids or shift_labels; image spans or a prefix beside padding or documents of each
-                row; an attention_mask with values other than 0 and 1, with zeros between tokens of a document, or
-                before them if position_ids are missing; shift_labels of padding other than -100; visible ids equal to
-                padding_idx if position_ids are missing.
+                shift_labels; labels although `shifts_labels` is False; position ids that restart between visible tokens
+                of an attention_mask, without documents; a mask that cannot have documents (a tree, slices, blocks, a
+                mask per row) beside padding, or without position_ids or shift_labels; image spans or a prefix beside
+                padding or documents of each row; an attention_mask with values other than 0 and 1, with zeros between
+                tokens of a document, or before them if position_ids are missing; shift_labels of padding other than
+                -100; visible ids equal to padding_idx if position_ids are missing.
         """
         check_layout("layout", layout)
         if labelled is not None:
@@ -148,6 +155,8 @@ class ContextParallel:
             attention_mask=attention_mask,
             shift_labels=shift_labels,
             padding_idx=self.padding_idx,
+            shifts_labels=self.shifts_labels,
+            packed=mask is None or takes_documents(mask),
         )
         if mask is not None and not takes_documents(mask):
             _check_rows_complete(mask, position_ids, attention_mask, shift_labels)
@@ -174,16 +183,17 @@ class ContextParallel:
         of a model with gradients checks over which ranks they average; a loss inside a compiled graph does not.
 
         Args:
-            logits_or_share: logits [B, T, V] of the batch's tokens, or this rank's share of the loss, []: the scalar
-                loss of a model called with `batch.inputs`, which has divided the sum over this rank's labels by
-                `num_items_in_batch`.
+            logits_or_share: logits [B, T, V] of the batch's tokens, or this rank's share of the loss, []: the sum over
+                this rank's labels divided by `batch.labelled`. The loss of a model of transformers called with
+                `batch.inputs` is such a share, because the model divides by `num_items_in_batch`.
 
         Bytes sent: an `all_reduce` of one number on each axis, in forward and in backward.
 
         Raises:
             ValueError: a batch that another `ContextParallel` sharded; logits whose [B, T] differs from the batch's; a
-                scalar loss that is not floating-point, or given before `batch.inputs` was read, because it may be a
-                mean over this shard's labels.
+                scalar loss that is not floating-point, or given before `batch.labelled` or `batch.inputs` was read:
+                without the number of labels it cannot be a share, but may be a mean over this rank's labels; logits
+                for a batch without labels.
                 On every rank, before the sum: FSDP2 or DDP averages the gradient of a parameter over other ranks than
                 those of `axes`, without `set_gradient_divide_factor`, `set_all_reduce_hook` or a communication hook; or
                 beside parameters under FSDP2, another one is trained that is not, without a hook of its own. Ranks
@@ -191,6 +201,11 @@ class ContextParallel:
                 attention or with compiled attention, FSDP1, and of a model that was not prepared, DDP or parameters
                 inside reentrant checkpoints.
         """
+        if logits_or_share is None:  # pyright: ignore[reportUnnecessaryComparison]
+            raise ValueError(
+                "logits_or_share is a NoneType: models that do not predict the next token return no loss for "
+                "batch.inputs; give cp.loss the logits"
+            )
         check_tensor("logits_or_share", logits_or_share)
         if not isinstance(batch, ContextParallelBatch) or batch.owner is not self:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
@@ -199,23 +214,20 @@ class ContextParallel:
         if logits_or_share.ndim == 0:
             if not logits_or_share.is_floating_point():
                 raise ValueError(f"a loss of {logits_or_share.dtype}: a floating-point number is needed")
-            if not batch.inputs_read:
+            if not batch.label_count_read:
                 raise ValueError(
-                    "a scalar loss of a model that was not given batch.inputs may be a mean over one rank: "
-                    "give cp.loss the logits, or call model(**batch.inputs)"
+                    "a scalar loss, but neither batch.labelled nor batch.inputs was read, so it may be a mean over the "
+                    "labels of one rank: give cp.loss the logits, the loss of model(**batch.inputs), or this rank's "
+                    "share, a sum over its labels divided by batch.labelled"
                 )
-            local_share = logits_or_share  # transformers has divided by the number of labels on all ranks
+            local_share = logits_or_share
         else:
             if logits_or_share.ndim != 3 or logits_or_share.shape[:2] != batch.labels.shape:
                 raise ValueError(
                     f"logits {tuple(logits_or_share.shape)} for a batch of tokens {tuple(batch.labels.shape)}: "
                     "[B, T, V] of this batch's own tokens is needed"
                 )
-            # Sums and not means: a rank without labels contributes 0, and its mean would be NaN.
-            flat = logits_or_share.flatten(0, 1)
-            sum_dtype = torch.promote_types(flat.dtype, torch.float32)
-            total = F.cross_entropy(flat.to(sum_dtype), batch.labels.flatten(), ignore_index=IGNORED, reduction="sum")
-            local_share = total / batch.labelled
+            local_share = batch.share_of(logits_or_share)
         self._averaging.check(local_share, batch.ddp_modules)
         # Every rank backpropagates from the same sum, so the backward of the all-reduce gives each rank `self.ranks`
         # times the gradient of its share. FSDP2's or DDP's average over these ranks divides by `self.ranks` again.

@@ -21,18 +21,24 @@ IGNORED = -100
 
 
 class Rows(NamedTuple):
-    """Whole rows of a batch: tensors [B, N] (position_ids also [1, N]) and the documents. `labels` are shifted."""
+    """Whole rows of a batch: tensors [B, N] (position_ids also [1, N]) and the documents.
+
+    `labels` are those of the model's outputs: shifted, if it predicts the next token (`shifts_labels`); None without
+    labels. `inferred` is True if nothing but position ids says that a row has several documents.
+    """
 
     ids: Tensor
     position_ids: Tensor
-    labels: Tensor
+    labels: Tensor | None
     attention_mask: Tensor | None
     documents: Documents
+    shifts_labels: bool
+    inferred: bool
 
     @property
     def label_count(self) -> int:
         """Number of tokens with a label, over all rows."""
-        return int((self.labels != IGNORED).sum())
+        return 0 if self.labels is None else int((self.labels != IGNORED).sum())
 
 
 def complete_rows(
@@ -44,22 +50,32 @@ def complete_rows(
     attention_mask: Tensor | None,
     shift_labels: Tensor | None,
     padding_idx: int | None,
+    shifts_labels: bool = True,
+    packed: bool = True,
 ) -> Rows:
     """Returns rows with documents, position ids and shifted labels. Arguments are those of `ContextParallel.shard`.
 
     Args:
         padding_idx: position ids count from padding_idx + 1 (RoBERTa); None: they count from 0.
+        shifts_labels: False for a model that does not predict the next token: `labels` are refused, and rows without
+            `shift_labels` have no labels.
+        packed: False if position ids do not say where documents begin: in a tree, they jump within a row.
     """
     _check_shapes(ids, labels, position_ids, shift_labels, attention_mask)
+    if labels is not None and not shifts_labels:
+        raise ValueError(LABELS_ERROR)
     row_count, length = ids.shape
     first_position = 0 if padding_idx is None else 1 + integer("padding_idx", padding_idx, minimum=0)
     if padding_idx is not None and position_ids is None:
         _check_padding_hidden(ids, padding_idx, attention_mask)
     # Collators that pack several documents into a row give no boundaries: their position ids restart instead.
-    if documents is None and position_ids is not None:
-        documents = documents_of_starts(position_ids[:, 1:] == first_position)
+    inferred = documents is None and position_ids is not None and packed
+    if inferred:
+        assert position_ids is not None
+        documents = documents_of_positions(position_ids, attention_mask)
     mask = AttentionMask(documents=(0, length) if documents is None else documents)
     mask.check(length, length, row_count)
+    inferred = inferred and any(mask.boundaries(row) != (0, length) for row in range(row_count))
     # Each run of padding becomes a separate document: then no other token sees it, and no [N, N] mask is needed.
     if attention_mask is not None:
         needs_positions = position_ids is None
@@ -69,14 +85,25 @@ def complete_rows(
         # Position ids count from the start of each document.
         counts = [torch.cat([torch.arange(end - start) for start, end in pairwise(ends)]) for ends in boundaries]
         position_ids = torch.stack(counts).to(ids.device) + first_position
-    shifted = shift_labels if shift_labels is not None else _shift(ids if labels is None else labels, boundaries)
+    output_labels = shift_labels
+    if output_labels is None and shifts_labels:
+        output_labels = _shift(ids if labels is None else labels, boundaries)
     if attention_mask is not None:
         # Collators give padding any position id, even one beyond the model's embedding table. So padding gets its
         # position in the row, which is always valid.
         hidden, row_positions = attention_mask == 0, torch.arange(length, device=ids.device) + first_position
         position_ids = torch.where(hidden, row_positions, position_ids)
-        shifted = shifted.masked_fill(hidden, IGNORED)
-    return Rows(ids, position_ids, shifted.long(), attention_mask, mask.documents or (0, length))
+        output_labels = None if output_labels is None else output_labels.masked_fill(hidden, IGNORED)
+    output_labels = None if output_labels is None else output_labels.long()
+    return Rows(
+        ids, position_ids, output_labels, attention_mask, mask.documents or (0, length), shifts_labels, inferred
+    )
+
+
+LABELS_ERROR = (
+    "labels for a model whose loss is not of the next token, such as a masked language model: labels would be shifted "
+    "by one token; give the label of each token's own output as shift_labels="
+)
 
 
 def _check_shapes(
@@ -124,15 +151,33 @@ def _check_padding_hidden(ids: Tensor, padding_idx: int, attention_mask: Tensor 
         )
 
 
-def documents_of_starts(starts: Tensor) -> list[list[int]] | list[int]:
-    """Returns the boundaries of documents: a list for each row, or one list if there is one row.
+def documents_of_positions(position_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]] | list[int]:
+    """Returns the boundaries of documents by the rule of transformers: a list for each row, or one if there is one row.
+
+    A document begins wherever a position is not that of the previous token plus 1. With an attention_mask, each row is
+    one document.
 
     Args:
-        starts: bool [B or 1, N - 1], True at i if a document starts at token i + 1. One always starts at token 0.
+        position_ids: [B or 1, N], of whole rows.
+        attention_mask: [B, N]; 0 for padding.
+
+    Raises:
+        ValueError: position ids that restart between visible tokens of an attention_mask. Packed rows are then most
+            likely meant, which transformers would take for one document.
     """
-    length = starts.shape[1] + 1
-    boundaries = [[0, *(row.nonzero().flatten() + 1).tolist(), length] for row in starts.cpu()]
-    return boundaries if len(boundaries) > 1 else boundaries[0]
+    length, steps = position_ids.shape[1], position_ids.diff(dim=1)
+    if attention_mask is None:
+        boundaries = [[0, *(row.nonzero().flatten() + 1).tolist(), length] for row in (steps != 1).cpu()]
+        return boundaries if len(boundaries) > 1 else boundaries[0]
+    visible = attention_mask != 0
+    restarts = ((steps < 1) & visible[:, 1:] & visible[:, :-1]).nonzero()
+    if len(restarts):
+        row, position = restarts[0].tolist()
+        raise ValueError(
+            f"position_ids restart at token {position + 1} of row {row}, but with an attention_mask transformers takes "
+            "each row for one document: leave attention_mask out of packed rows, or give documents="
+        )
+    return [0, length]
 
 
 def _shift(labels: Tensor, boundaries: Sequence[Sequence[int]]) -> Tensor:

@@ -26,6 +26,7 @@ class SequenceContext:
         documents: boundaries at which position ids may restart: the documents of the block or of its mask, or the
             segments of a tree.
         padded: as in `sequence`.
+        inferred: True if `documents` are those that position ids of whole rows say.
         used: True once attention inside the block has asked for the layout.
         ddp_modules: DDP modules in whose forward it has.
     """
@@ -37,7 +38,8 @@ class SequenceContext:
         padded: bool = False,
         mask: AttentionMask | None = None,
     ) -> None:
-        self.layout, self.documents, self.padded, self.mask, self.used = layout, documents, padded, mask, False
+        self.layout, self.documents, self.padded, self.mask = layout, documents, padded, mask
+        self.used = self.inferred = False
         self.ddp_modules: set[DistributedDataParallel] = set()
 
     def layout_for(self, method: Method, tokens: int, style_layout: SequenceLayout | None = None) -> SequenceLayout:
@@ -117,7 +119,7 @@ def sequence(
             documents, `documents` are the boundaries at which position ids restart.
 
     Raises:
-        ValueError: `layout` is no layout, or `mask` no mask; boundaries that do not rise, or do not end at the layout's
+        ValueError: `layout` is no layout, or `mask` no mask; boundaries that fall, or do not end at the layout's
             length; a mask that does not fit the layout, or whose documents differ from `documents`; at the end of a
             block with layout, documents or mask, if no attention inside asked for the layout, because the model then
             attended within each shard.

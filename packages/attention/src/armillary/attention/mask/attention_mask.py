@@ -40,7 +40,8 @@ class AttentionMask:
         window: (left, right): `i - left <= j <= i + right`. A side of None is unbounded. In a tree, the sides count
             tokens along the path.
         documents: boundaries (cu_seqlens: 0, end of the first, ..., N) of the packed documents; i and j must be in one
-            document. One list for all rows of a batch, or a list of lists, one for each row.
+            document. One list for all rows of a batch, or a list of lists, one for each row. A repeated boundary, with
+            which libraries pad cu_seqlens, is an empty document and left out.
         pattern: a further condition: a tree, a prefix, chunks, ... The constructors below make masks with patterns.
         content: `content` of another mask with the same documents and pattern, which are then not checked again.
 
@@ -49,7 +50,7 @@ class AttentionMask:
 
     Raises:
         ValueError: a window that is not two sides, each None or an integer of at least 0; boundaries that are not
-            integers, do not start at 0, do not rise, or are given for some rows only; `causal` that is not a bool or
+            integers, do not start at 0, fall, or are given for some rows only; `causal` that is not a bool or
             contradicts the pattern; documents, or documents of several rows, beside a pattern that accepts none.
     """
 
@@ -140,7 +141,7 @@ class AttentionMask:
         """Prefix language model: bidirectional in the prefix of each document, causal after it.
 
         Args:
-            prefixes: number of tokens of each document's prefix.
+            prefixes: number of tokens of each document's prefix; none for empty documents.
 
         Raises:
             ValueError: prefixes for another number of documents, negative, or longer than their documents.

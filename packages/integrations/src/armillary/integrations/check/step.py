@@ -104,7 +104,8 @@ def sharded_step(
     cp: ContextParallel, shard_index: int, is_causal_lm: bool, model: nn.Module, batch: CheckBatch
 ) -> StepOutput:
     """Runs forward and backward on this rank's shard; the loss is that of the whole batch."""
-    with cp.shard(batch.ids, batch.labels, documents=batch.documents) as shard:
+    # The check's loss is of the next token, whatever the model's own is.
+    with cp.shard(batch.ids, shift_labels=batch.shifted_labels, documents=batch.documents) as shard:
         inputs = shard.inputs if is_causal_lm else {"input_ids": shard.ids, "position_ids": shard.position_ids}
         output = model(**inputs, **_cache_option(model))
         loss = cp.loss(output.loss if is_causal_lm else _logits(output), shard)

@@ -22,6 +22,7 @@ from armillary.attention.context_parallel.registries import ShardedImplementatio
 from armillary.attention.context_parallel.sequence import SequenceContext, check_method, current_sequence
 from armillary.attention.mask.content import Documents
 from armillary.core import compat
+from armillary.integrations.transformers.caches import disable_caches
 from armillary.integrations.transformers.callers import Caller, calling_functions, calling_module
 from armillary.integrations.transformers.documents import DocumentFinder, documents_of_boundaries
 from armillary.integrations.transformers.groups import GroupFinder
@@ -34,6 +35,7 @@ from armillary.integrations.transformers.models import (
     check_modules,
     methods_of,
     padding_idx_of,
+    predicts_next_token,
     wrap_models,
 )
 from armillary.integrations.transformers.shard_mask import ShardMask
@@ -43,7 +45,8 @@ from armillary.integrations.transformers.states import OPTION, has_sharded_state
 def prepare_transformers(model: Any, cp: ContextParallel) -> None:
     """Makes a model of transformers attend by the method of `cp`; `ContextParallel.prepare` calls it.
 
-    Other models are not affected. Sets `cp.padding_idx` to that of the model, and turns off the model's KV cache.
+    Other models are not affected. Sets `cp.padding_idx` and `cp.shifts_labels` for the model. The model makes no KV
+    cache, unless a call asks for one; its config is saved as it was.
 
     Raises:
         ValueError: as `register_transformers` when a model selects the implementation; a model that counts position
@@ -57,8 +60,10 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
     if not any(method is cp.method for method in methods_of(model.config)):
         check_model(type(model), model.config)  # raises with the reason, if it knows one
         raise ValueError(f"{type(model).__name__}: transformers cannot set its attention implementation")
-    model.config.use_cache = False  # a shard has no keys of other ranks to cache
+    disable_caches(model)
     cp.padding_idx = padding_idx_of(model)
+    # A `ContextParallel` may prepare several models: none of them may get labels that are shifted and should not be.
+    cp.shifts_labels = cp.shifts_labels and predicts_next_token(model)
 
 
 def register_transformers(attend: Method, name: str = "armillary") -> None:
@@ -105,9 +110,10 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
             At a call, in its arguments: cross-attention, a filled KV cache, attention dropout, attention weights as
             output and other options that may change attention; several ranks without a layout; an attention_mask that
             hides tokens and was not given to `cp.shard`; position ids that are missing, do not fit the layout or are
-            below the model's first position (`padding_idx` + 1); labels without shift_labels and num_items_in_batch, or
-            for a loss that the model computes itself or that does not predict the next token; labels with
-            output_router_logits.
+            below the model's first position (`padding_idx` + 1), or [B, T] beside images in a model with M-RoPE;
+            position ids of several documents for a bidirectional model; labels without shift_labels and
+            num_items_in_batch, or for a loss that the model computes itself or that does not predict the next token;
+            labels with output_router_logits.
             Raised on every rank, except for arguments that are wrong on one rank only.
     """
     check_method(attend)
@@ -172,6 +178,11 @@ class Implementation(ShardedImplementation):
             groups = None if context.mask is not None else self.group_finder.find(rule, callers, layout)
         except ValueError as error:
             refusal = None if context.mask is not None else str(error)
+        if rule is not None and rule.bidirectional and context.inferred:
+            raise ValueError(
+                "position_ids say that a row has several documents, but a bidirectional model does not look for them "
+                "there: give documents= to cp.shard, [0, N] for one per row"
+            )
         mask = ShardMask(
             context,
             layout,

@@ -128,7 +128,7 @@ def documents_of_boundaries(
     """Returns the documents whose boundaries in the whole sequence are cu_seq_lens, as in flash attention.
 
     Raises:
-        ValueError: the two tensors differ, do not rise from 0, or do not end at the layout's length.
+        ValueError: the two tensors differ, fall, do not start at 0, or do not end at the layout's length.
     """
     documents = AttentionMask(documents=cu_seq_lens_q).documents
     if cu_seq_lens_k is not None and AttentionMask(documents=cu_seq_lens_k).documents != documents:

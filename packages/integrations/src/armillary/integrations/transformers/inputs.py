@@ -14,7 +14,7 @@ from torch import Tensor
 from armillary.attention import ContextParallel
 from armillary.attention.context_parallel.batch import ContextParallelBatch
 from armillary.attention.context_parallel.communication import gather_integers
-from armillary.attention.context_parallel.rows import IGNORED, documents_of_starts
+from armillary.attention.context_parallel.rows import IGNORED
 from armillary.attention.methods.base import Method
 
 TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
@@ -31,8 +31,8 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
 
     Raises:
         ValueError: ranks have different rows; no input_ids [B, N]; a tensor that is not in `TOKENS` or `PACKED`;
-            output_router_logits; cu_seq_lens_q with several rows; position_ids that are not [1 or B, N], or that
-            restart beside an attention_mask; errors of `ContextParallel.shard`.
+            output_router_logits; cu_seq_lens_q with several rows; labels for a model that does not predict the next
+            token; errors of `ContextParallel.shard`, such as position_ids that restart beside an attention_mask.
     """
     # This check comes first: ranks with different rows would fail different checks, or hang in attention.
     check_same_rows(cp.method, inputs)
@@ -47,17 +47,19 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
             f"the batch has {', '.join(unknown) or 'output_router_logits'}, whose shard is unknown; "
             f"{', '.join(TOKENS)} are accepted"
         )
-    position_ids = inputs.get("position_ids")
-    if position_ids is None and inputs.get("cu_seq_lens_q") is not None:
+    position_ids, boundaries = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
+    if boundaries is not None and len(ids) != 1:
+        raise ValueError(f"cu_seq_lens_q with {len(ids)} rows: they are the documents of one row")
+    if boundaries is not None and position_ids is None:
         # If a row has cu_seq_lens but no position ids, transformers counts positions from its start, across documents.
         first = 0 if cp.padding_idx is None else cp.padding_idx + 1
         position_ids = torch.arange(ids.shape[1], device=ids.device)[None] + first
     batch = cp.shard(
         ids,
-        documents=_documents(inputs),
+        documents=boundaries,  # without these, `shard` finds documents in position ids, as transformers does
         position_ids=position_ids,
         attention_mask=inputs.get("attention_mask"),
-        shift_labels=_next_labels(inputs),
+        shift_labels=_next_labels(inputs, cp.shifts_labels),
     )
     other_inputs = {name: x for name, x in inputs.items() if name not in (*TOKENS, *PACKED)}
     omitted_names = {"num_items_in_batch"}  # the trainer passes its own
@@ -99,40 +101,21 @@ def _fingerprint(x: Any) -> tuple[int, int]:
     return x.numel(), int((mixed ^ (mixed >> 29)).sum())
 
 
-def _next_labels(inputs: Mapping[str, Any]) -> Tensor:
+def _next_labels(inputs: Mapping[str, Any], shifts_labels: bool) -> Tensor:
     """Returns the label of the token after each token, [B, N]; -100 everywhere if the inputs have no labels.
 
     As in transformers, the last token of a document predicts the first token of the next one, unless the label of that
     first token is -100.
+
+    Raises:
+        ValueError: labels for a model whose loss is not of the next token, as `shifts_labels` says.
     """
     labels, shifted = inputs.get("labels"), inputs.get("shift_labels")
     if labels is None:
         return torch.full_like(inputs["input_ids"], IGNORED)
-    return torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted is None else shifted
-
-
-def _documents(inputs: Mapping[str, Any]) -> Tensor | list[int] | list[list[int]]:
-    """Returns the documents of packed rows as transformers does: from cu_seq_lens, or position ids without a mask."""
-    ids, positions, ends = inputs["input_ids"], inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
-    if ends is not None:
-        if ids.shape[0] != 1:
-            raise ValueError(f"cu_seq_lens_q with {ids.shape[0]} rows: they are the documents of one row")
-        return ends
-    length = ids.shape[1]
-    if positions is None:
-        return [0, length]
-    if positions.ndim != 2 or positions.shape[1] != length:
+    if not shifts_labels:
         raise ValueError(
-            f"position_ids {tuple(positions.shape)}: [1, {length}] or [{ids.shape[0]}, {length}] is accepted"
+            "labels for a model whose loss is not of the next token (a masked language model, classification of "
+            "tokens): its loss would be a mean over the labels of one shard"
         )
-    attention_mask = inputs.get("attention_mask")
-    if attention_mask is not None:
-        restarts = positions.diff(dim=1) < 1
-        if bool((restarts & (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)).any()):
-            raise ValueError(
-                "position_ids restart, but with an attention_mask transformers takes each row for one document: leave "
-                "attention_mask out of packed rows"
-            )
-        return [0, length]
-    # transformers begins a document wherever a position is not that of the previous token plus 1.
-    return documents_of_starts(positions.diff(dim=1) != 1)
+    return torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:] if shifted is None else shifted

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial, wraps
+from importlib import import_module
 from inspect import getsource, signature, unwrap
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from armillary.attention.context_parallel.registries import Registries, method_of_implementation
 from armillary.attention.methods.base import Method
+from armillary.integrations.transformers.multimodal import MultimodalPositions, repeats_positions
 from armillary.integrations.transformers.rope import RopeHook, depends_on_last_position
 from armillary.integrations.transformers.row_outputs import (
     LOSS_CHECKED,
@@ -84,6 +86,9 @@ def wrap_models(models: Any) -> None:
             if eager(_check_outputs) not in model._forward_hooks.values():
                 model.register_forward_pre_hook(eager(_before_forward), with_kwargs=True)
                 model.register_forward_hook(eager(_check_outputs), with_kwargs=True)
+            has_hook = any(isinstance(hook, MultimodalPositions) for hook in hooks)
+            if repeats_positions(type(model)) and not has_hook:
+                model.register_forward_pre_hook(MultimodalPositions(method_of), with_kwargs=True)
             if computes_loss(type(model)) and _refuse_labels not in model._forward_pre_hooks.values():
                 model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
         return choose(model, requested_attention, *args, **kwargs)
@@ -272,6 +277,30 @@ def _check_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
     method = method_of(model.config)
     if method is not None and method.shards > 1:
         check_outputs(method, model, args, kwargs, output)
+
+
+SHIFTED_LABELS = re.compile(r"labels\[[^\]]*\b1 ?:")
+"""Matches `labels[..., 1:]` in the forward of a model that shifts labels itself."""
+
+
+def predicts_next_token(model: nn.Module) -> bool:
+    """Returns False if the labels of a model are not those of the next tokens: masked LMs, classification of tokens.
+
+    A model without a loss counts as one that predicts the next token. `loss_type` decides, by which transformers
+    selects a model's loss function, or the source of a model that computes its loss itself.
+    """
+    # Wrappers such as PEFT's have no loss of their own.
+    models = (module for module in model.modules() if hasattr(type(module), "get_correct_attn_implementation"))
+    inner: Any = next(models, None)
+    forward = None if inner is None else unwrap(type(inner).forward)
+    code = getattr(forward, "__code__", None)
+    names: tuple[str, ...] = () if code is None else (*code.co_varnames, *code.co_names)
+    if forward is None or "labels" not in names or not any("loss" in name for name in names):
+        return True
+    if computes_loss(type(inner)):
+        return SHIFTED_LABELS.search(getsource(forward)) is not None
+    function = import_module("transformers.loss.loss_utils").LOSS_MAPPING.get(getattr(inner, "loss_type", None))
+    return function is None or "shift_labels" in signature(function).parameters  # None: the loss of the next token
 
 
 def _refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
