@@ -152,7 +152,7 @@ def labels_of_tokens() -> str:
     with cp.shard(ids) as batch:
         assert model(**batch.inputs).loss is None
     with pytest.raises(ValueError) as raised, cp.shard(ids, shift_labels=ids) as batch:
-        model(**batch.inputs)
+        model(**batch.inputs, shift_labels=batch.labels)
     dist.barrier()
     return str(raised.value)
 

@@ -64,14 +64,13 @@ def find_row_ends(method: Method, model: Any, args: tuple[Any, ...], kwargs: Map
     Bytes sent: a `gather_integers` of B integers. Every rank of the method must call it.
 
     Raises:
-        ValueError: labels of tokens, which `batch.inputs` has; on every rank, a shard without tokens.
+        ValueError: labels of tokens; on every rank, a shard without tokens.
     """
     if kwargs.get("shift_labels") is not None:
         raise ValueError(
-            f"{type(model).__name__} was given labels {list(kwargs['shift_labels'].shape)} of tokens (batch.inputs); "
-            "it takes one per row: model(batch.ids, attention_mask=batch.attention_mask, "
-            "position_ids=batch.position_ids, labels=labels). Its loss is then that of whole rows on every rank: call "
-            "backward on it, without cp.loss"
+            f"{type(model).__name__} was given labels {list(kwargs['shift_labels'].shape)} of tokens; it takes one per row: "
+            "after cp.prepare(model), model(**batch.inputs, labels=labels). Its loss is then that of whole rows on every "
+            "rank: call backward on it, without cp.loss"
         )
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs["inputs_embeds"] if ids is None else ids
