@@ -1,6 +1,7 @@
 """Rules for imports between files. Imports in functions and under TYPE_CHECKING count too."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -15,6 +16,19 @@ DRIVER = {
     f"armillary.attention.call.{name}" for name in ("attend", "autograd", "calls", "dtensors", "graph_calls", "project")
 }
 """The modules that run a call of any method. Only `Method.__call__` (`methods/base.py`) calls them."""
+
+READS = re.compile(r"\.(read_text|read_bytes)\(|\.open\(('rb?')?\)|(?<![\w.])open\([^)]*'rb?'|copyfile\(")
+"""Matches calls that read a file, or a copy of one."""
+
+OTHER_FILES = {
+    "core.files": "the functions that all others use",
+    "core.gloo_threads": "/proc",
+    "core.testing.world": "a file of the same test",
+    "plan.steps.page": "a file of the package",
+    "train.generate.command": "a prompt, which may be a pipe",
+    "train.runtime.health.process": "/proc",
+}
+"""The modules that read files without `armillary.core.files`, with the reason."""
 
 
 @cache
@@ -89,3 +103,10 @@ def test_rotation_methods_plans_and_registry_depend_one_way():
     for lower, upper in combinations(layers, 2):
         assert lower and upper
         assert line(module for module in lower if reached(module) & upper) == ""
+
+
+def test_files_are_read_by_functions_that_cannot_hang():
+    readers = {
+        module.removeprefix("armillary.") for module, tree in sources().items() if READS.search(ast.unparse(tree))
+    }
+    assert readers == set(OTHER_FILES)

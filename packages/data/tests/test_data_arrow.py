@@ -158,6 +158,8 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
 
 
 def test_the_tokenizer_of_a_saved_dataset_is_unknown(tmp_path):
-    assert tokenizer_of(save(tmp_path / "saved")) is None
+    for path, reason in {save(tmp_path / "saved"): "have its tokenizer", tmp_path / "none": "exist"}.items():
+        with pytest.raises(ValueError, match=f"{path} does not {reason}"):
+            tokenizer_of(path)
     (tmp_path / "text").write_text("plain text is read as bytes")
     assert tokenizer_of(tmp_path / "text") == ByteTokenizer()

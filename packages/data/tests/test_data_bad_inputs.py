@@ -25,6 +25,7 @@ from armillary.data import (
 )
 from armillary.data.cli import main
 from armillary.data.prepare import Preparation, prepare
+from armillary.data.prepare.resume import read_progress
 from armillary.data.synthetic import AssociativeRecall, Copy, Needle
 
 FILES = {
@@ -65,6 +66,8 @@ HEADERS = {
     "store-dtype": lambda text: text.replace("uint16", "float32"),
     "store-no-dtype": lambda text: text.replace("uint16", "words"),
     "store-count": lambda text: text.replace('"documents": 9', '"documents": -9'),
+    "store-true": lambda text: text.replace('"documents": 9', '"documents": true'),
+    "store-vast": lambda text: text.replace('"size": 257', f'"size": {10**18}'),
     "store-many": lambda text: text.replace('"tokens": 54', '"tokens": 5400'),
     "store-words": lambda text: text.replace('"tokens": 54', '"tokens": "many"'),
     "store-no-tokens": lambda text: text.replace('"tokens": 54', '"words": 54'),
@@ -180,6 +183,8 @@ COMMANDS = [
     ("info store-dtype", "dtype='float32'"),
     ("info store-no-dtype", "store.json "),
     ("info store-count", "documents=-9"),
+    ("info store-true", "documents=True"),
+    ("info store-vast", f"vocabulary.size={10**18}"),
     ("info store-many", "tokens.bin "),
     ("info store-words", "tokens='many'"),
     ("info store-no-tokens", "store.json "),
@@ -258,6 +263,14 @@ def rows(store=None, **changed):
     return PackedSequences(store_of(8) if store is None else store, **settings | changed)
 
 
+def progress(root, fields):
+    """Returns a folder with these fields in its progress file."""
+    folder = root / "progress"
+    folder.mkdir(exist_ok=True)
+    (folder / "progress.json").write_text(f'{{"plan": "", "counts": {{}}, {fields}}}')
+    return folder
+
+
 BYTES = ByteTokenizer()
 CALLS = {
     "no documents": (lambda _: TokenStore.of([], BYTES), "documents: "),
@@ -286,6 +299,23 @@ CALLS = {
         lambda _: rows().load_state_dict({**rows().state_dict(), "rows": "x"}),
         "rows='x'",
     ),
+    **{
+        f"a state with rows {value}": (
+            lambda _, value=value: rows().load_state_dict({**rows().state_dict(), "rows": value}),
+            f"rows={value}",
+        )
+        for value in (True, -1, 2.0, None, 10**18)
+    },
+    "progress with parts below 0": (lambda root: read_progress(progress(root, '"parts": -1, "files": {}')), "parts=-1"),
+    "progress with a part that is true": (
+        lambda root: read_progress(progress(root, '"parts": true, "files": {}')),
+        "parts=True",
+    ),
+    "progress with files below 0": (
+        lambda root: read_progress(progress(root, '"parts": 1, "files": {"tokens.bin": [-8, []]}')),
+        "files.tokens.bin=-8",
+    ),
+    "progress without files": (lambda root: read_progress(progress(root, '"parts": 1')), "files"),
     "a token beyond the vocabulary": (
         lambda _: rows(store_of(5, 8, size=9)).batch(2),
         "is 9, outside of the vocabulary of 9",

@@ -57,6 +57,19 @@ def columns_of(text):
     return [re.split("  +", line.strip()) for line in (head, *rows)]
 
 
+def test_values_of_a_header_are_printed_without_control_characters(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("some words\n")
+    main(["prepare", str(tmp_path / "text.txt"), "--output", str(tmp_path / "store"), "--workers", "1"])
+    header = json.loads((tmp_path / "store/store.json").read_text())
+    header["summary"] |= {"skipped": 1, "first_skipped": "\x1b]0;title\x07"}
+    header["vocabulary"]["tokenizer"] = "\x1b[31m\ntokens 7"
+    (tmp_path / "store/store.json").write_text(json.dumps(header))
+    capsys.readouterr()
+    main(["info", str(tmp_path / "store")])
+    out = capsys.readouterr().out
+    assert not {"\x1b", "\x07"} & set(out) and r"\x1b[31m tokens 7" in out and r"\x1b]0;title\x07" in out
+
+
 # -- prepare ----------------------------------------------------------------------------------------------------------
 
 

@@ -316,7 +316,7 @@ def test_a_file_in_two_inputs_is_refused(tmp_path, second):
 
 
 def test_unreadable_input_is_named_before_reading(tmp_path, monkeypatch):
-    access, scan = os.access, os.scandir
+    opened, scan = os.open, os.scandir
     write(tmp_path, secret=b"text", locked__file=b"text")
 
     def refuse(path):
@@ -324,10 +324,15 @@ def test_unreadable_input_is_named_before_reading(tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied", str(path))
         return scan(path)
 
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "secret" and access(path, mode))
+    def refuse_secret(path, flags):
+        if Path(path).name == "secret":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, flags)
+
+    monkeypatch.setattr(os, "open", refuse_secret)
     with pytest.raises(ValueError, match=r"secret .*Permission denied"):
         chunks([tmp_path])
-    monkeypatch.setattr(os, "access", access)
+    monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ValueError, match=r"locked .*Permission denied"):
         chunks([tmp_path])

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from armillary.core.testing import mesh
 from armillary.train.checkpoint import LoadPlanner, SavePlanner
-from armillary.train.checkpoint.reader import Damaged, TensorReader, load, read_tensors, saved_shapes
+from armillary.train.checkpoint.reader import Damaged, TensorReader, describe_tensor, load, read_tensors, saved_tensors
 from armillary.train.checkpoint.writer import FileRecord, TensorWriter
 
 FILE = "rank-0.safetensors"
@@ -67,8 +67,9 @@ def test_tensors_are_restored_equally_and_torch_reads_them(saved):
     into = {"model": {name: torch.empty_like(x) for name, x in TENSORS.items()}}
     dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(saved)), no_dist=True)
     assert same(into["model"])
-    shapes = saved_shapes(saved, [FILE], "model.")
-    assert shapes == {f"model.{name}": tuple(x.shape) for name, x in TENSORS.items()}
+    descriptions = saved_tensors(saved, [FILE], "model.")
+    assert descriptions == {f"model.{name}": describe_tensor(x.shape, x.dtype) for name, x in TENSORS.items()}
+    assert descriptions["model.b"] == "(3,) of bfloat16"
     assert read_tensors(saved, [FILE], "model", torch.float32)["b"].dtype == torch.float32
 
 
@@ -232,6 +233,17 @@ def test_overlapping_chunks_of_two_files_are_refused(folder):
     shutil.copyfile(folder / FILE, folder / "rank-1.safetensors")
     with pytest.raises(Damaged, match=r"model\."):
         TensorReader(folder, [FILE, "rank-1.safetensors"]).read_metadata()
+
+
+def test_chunks_of_several_dtypes_are_refused(tmp_path):
+    """torch takes the dtype of the first chunk, so that chunks of other files would be converted from another dtype."""
+    for rank, dtype in enumerate(("F32", "I32")):
+        entry = {"dtype": dtype, "shape": [2], "data_offsets": [0, 8]}
+        sharding = {"__metadata__": {"DCP_SHARDING_INFO": json.dumps({"model.a": {"saved_offsets": [2 * rank]}})}}
+        text = json.dumps({"model.a": entry} | sharding).encode()
+        (tmp_path / f"rank-{rank}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(Damaged, match=r"model\.a: chunks of"):
+        TensorReader(tmp_path, [FILE, "rank-1.safetensors"]).read_metadata()
 
 
 def test_a_missing_file_is_an_os_error(folder):

@@ -198,7 +198,7 @@ TRAIN = [
     ("--model.pretrained none", "none/config.json: "),
     ("--model.pretrained text.txt", "text.txt/config.json: "),
     ("--model.pretrained hub-none", "hub-none/config.json: "),
-    ("--model.pretrained hub-list", "hub-list/config.json "),
+    ("--model.pretrained hub-list", "hub-list/config.json: "),
     ("--model.pretrained hub-deep", "hub-deep/config.json: "),
     ("--model.pretrained hub-kind", "hub-kind/config.json: model_type='rwkv'"),
     ("--model.pretrained hub-lacks", "hub-lacks/config.json: "),

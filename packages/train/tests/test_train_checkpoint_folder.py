@@ -1,7 +1,6 @@
 """Damaged checkpoints, copies and other formats, without ranks."""
 
 import errno
-import io
 import json
 import os
 import shutil
@@ -126,6 +125,15 @@ def without(*names: str):
         (without("format"), "manifest.json: format: None is not"),
         (lambda fields: fields | {"format": "2"}, "manifest.json: format: '2' is not"),
         (lambda fields: fields | {"step": "7"}, "manifest.json: step: Input should be a valid integer"),
+        (lambda fields: fields | {"step": True}, "manifest.json: step: "),
+        (lambda fields: fields | {"step": -7}, "manifest.json: step: "),
+        (lambda fields: fields | {"tokens": -1}, "manifest.json: tokens: "),
+        (lambda fields: fields | {"tokens": 10**18}, "manifest.json: tokens: "),
+        (lambda fields: fields | {"ranks": 0}, "manifest.json: ranks: "),
+        (lambda fields: fields | {"ranks": -2}, "manifest.json: ranks: "),
+        (lambda fields: fields | {"ranks": 10**18}, "manifest.json: ranks: "),
+        (lambda fields: fields | {"files": {"x": {"size": -1, "crc32": 0}}}, "manifest.json: files.x.size: "),
+        (lambda fields: fields | {"files": {"x": {"size": 1, "crc32": -1}}}, "manifest.json: files.x.crc32: "),
         (lambda fields: fields | {"loader": [1]}, "manifest.json: loader: Input should be"),
         (lambda fields: fields | {"files": {"x": 3}}, "manifest.json: files.x: Input should be"),
         (lambda fields: fields | {"files": {"../x": {"size": 0, "crc32": 0}}}, "manifest.json: files: '../x'"),
@@ -151,14 +159,14 @@ def test_a_manifest_that_is_nested_too_deeply_is_damaged(folder):
 @pytest.mark.parametrize("error", [errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE], ids=errno.errorcode.get)
 def test_a_file_that_may_not_be_read_is_not_damaged(folder, monkeypatch, name, error):
     save(folder, 7)
-    real = io.open
+    real = os.open
 
     def opened(path, *args, **kwargs):
         if str(path).endswith(f"step-7/{name}"):
             raise OSError(error, os.strerror(error), str(path))
         return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(io, "open", opened)
+    monkeypatch.setattr(os, "open", opened)
     with pytest.raises(ValueError, match=rf"step-7/{name} cannot be read \({os.strerror(error)}\), though it may be"):
         checkpoint_fault(folder, 7)
 

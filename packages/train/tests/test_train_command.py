@@ -117,7 +117,7 @@ def test_missing_and_unsupported_files_are_refused(tmp_path):
         with pytest.raises(ValueError, match="--config") as error:
             command("--config", tmp_path / name)
         assert messages in str(error.value)
-    with pytest.raises(ValueError, match="holds no sections"):
+    with pytest.raises(ValueError, match="must be a JSON object, not list"):
         command("--config", write_config(tmp_path, "[1]", "list.json"))
 
 

@@ -1,42 +1,134 @@
-"""External files nested more deeply than Python's recursion limit raise a one-line ValueError."""
+"""External files: nested more deeply than Python's recursion limit, pipes, huge, or JSON of another type.
+
+Each reader raises a one-line error. `tests/test_structure.py` finds code that does not use `armillary.core.files`.
+"""
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from armillary.core.files import parse_json, parse_toml
-from armillary.data import open_store
-from armillary.data.formats.folder import Header
-from armillary.data.prepare.sources import _is_dataset
+from armillary.core.files import parse_json, parse_toml, read_json
+from armillary.data import open_store, read_documents
+from armillary.data.formats.arrow import is_single_dataset
+from armillary.data.formats.folder import Header, map_file
+from armillary.data.prepare.resume import read_progress
+from armillary.data.prepare.sources import chunks
+from armillary.data.text.chat_template import ChatTemplate
+from armillary.data.text.tokenizer import TextTokenizer
 from armillary.data.text.tokenizer_json import parse_definition, read_name
-from armillary.models.hub.folder import read_json
+from armillary.models.hub.folder import ends_of_text
+from armillary.models.hub.read import open_file as open_weights
+from armillary.train.checkpoint.files import file_fault, read_checked
+from armillary.train.checkpoint.reader import Damaged, TensorReader
+from armillary.train.checkpoint.writer import FileRecord
 from armillary.train.config.overlay import read_settings
 from armillary.train.reporting import journal
+from armillary.train.runtime.health.lock import Holder, heartbeat
 
 JSON, TOML = "[" * 100_000, "a = " + "[" * 100_000
+
+JSON_READERS: dict[str, Callable[[Path], Any]] = {
+    "config.json": read_json,
+    "run.json": read_settings,
+    "generation_config.json": lambda path: ends_of_text(path.parent),
+    "store.json": lambda path: Header.read(path.parent),
+    "tokenizer.json": TextTokenizer.read,
+    "tokenizer_config.json": lambda path: read_name(path, "eos_token"),
+    "chat/tokenizer_config.json": lambda path: ChatTemplate.read(path.parent),
+    "dataset_dict.json": lambda path: is_single_dataset(path.parent),
+    "dataset/dataset_info.json": lambda path: open_store(path.parent),
+    "progress.json": lambda path: read_progress(path.parent),
+    "manifest.json": read_checked,
+}
+"""Readers of files that contain a JSON object, by the file's name."""
+
+READERS: dict[str, Callable[[Path], Any]] = {
+    **JSON_READERS,
+    "run.toml": read_settings,
+    "text.txt": read_documents,
+    "text.jsonl": lambda path: chunks([path]),
+    "chat_template.jinja": lambda path: ChatTemplate.read(path.parent),
+    "tokens.bin": lambda path: map_file(path, "u1"),
+    "model.safetensors": lambda path: open_weights(path, None),
+    "rank-0.safetensors": lambda path: TensorReader(path.parent, [path.name]).read_metadata(),
+    "rank-1.safetensors": FileRecord.of_file,
+    "metrics.jsonl": lambda path: list(journal.read(path)),
+    "cut.jsonl": lambda path: journal.cut(path, 3),
+    "1.held": Holder.read,
+    "2.held": heartbeat,
+}
+"""Readers of all files that others may have written, by the file's name."""
+
+
+def refusal(read: Callable[[Path], Any], path: Path) -> str:
+    with pytest.raises((ValueError, OSError, Damaged)) as error:
+        read(path)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_deeply_nested_text_raises_a_value_error():
     for parse, text in ((parse_json, JSON), (parse_json, JSON.encode()), (parse_toml, TOML)):
         with pytest.raises(ValueError, match="nested too deeply"):
             parse(text)
+    with pytest.raises(ValueError):
+        parse_definition(JSON.encode())
     assert parse_json(b"[1]") == [1] and parse_toml("a = 1") == {"a": 1}
 
 
-def test_every_reader_refuses_a_deeply_nested_file(tmp_path):
-    for name in ("config.json", "store.json", "tokenizer_config.json", "dataset_dict.json", "metrics.jsonl"):
-        (tmp_path / name).write_text(JSON)
-    (tmp_path / "run.toml").write_text(TOML)
-    readers = [
-        lambda: read_settings(tmp_path / "config.json"),
-        lambda: read_settings(tmp_path / "run.toml"),
-        lambda: read_json(tmp_path / "config.json"),
-        lambda: Header.read(tmp_path),
-        lambda: open_store(tmp_path),
-        lambda: parse_definition(JSON.encode()),
-        lambda: read_name(tmp_path / "tokenizer_config.json", "eos_token"),
-        lambda: _is_dataset(tmp_path),
-    ]
-    for read in readers:
-        with pytest.raises(ValueError) as error:
-            read()
-        assert "\n" not in str(error.value)
+@pytest.mark.parametrize("name", JSON_READERS)
+def test_every_reader_refuses_nested_json_and_json_that_is_no_object(tmp_path, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    for text, reason in {JSON: "nested too deeply", "null": "object, not null", "[1]": "object, not list"}.items():
+        path.write_text(text)
+        message = refusal(JSON_READERS[name], path)
+        assert reason in message and (path.name in message or path.parent.name in message)
+
+
+def test_deeply_nested_lines_are_no_records_and_toml_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(JSON)
     assert list(journal.read(tmp_path / "metrics.jsonl")) == []
+    (tmp_path / "run.toml").write_text(TOML)
+    assert "nested too deeply" in refusal(read_settings, tmp_path / "run.toml")
+
+
+ABSENT = ("generation_config.json", "store.json", "dataset_dict.json", "dataset/dataset_info.json")
+"""Files that count as absent if they are pipes, so that their readers may succeed."""
+
+
+@pytest.fixture
+def alarm():
+    """Fails a test that waits for a pipe."""
+    signal.signal(signal.SIGALRM, lambda *_: pytest.fail("the reader waits for the pipe"))
+    signal.alarm(60)
+    yield
+    signal.alarm(0)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_no_reader_waits_for_a_pipe(tmp_path, alarm, name):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    if name in ABSENT:
+        with suppress(ValueError):
+            READERS[name](path)
+    else:
+        refusal(READERS[name], path)
+
+
+def test_a_huge_file_is_not_read(tmp_path):
+    """A sparse file, which needs no disk space."""
+    path = tmp_path / "manifest.json"
+    path.touch()
+    os.truncate(path, 2**40)
+    assert f"{2**40:,} bytes" in refusal(read_json, path)
+    with pytest.raises(Damaged, match="bytes"):
+        read_checked(path)
+    assert file_fault({path.name: FileRecord(7, 0)}, tmp_path) == f"file manifest.json has {2**40} of 7 bytes"

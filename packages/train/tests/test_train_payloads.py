@@ -35,6 +35,8 @@ from armillary.train.checkpoint.manifest import MANIFEST, Manifest
 from armillary.train.checkpoint.reader import TensorReader
 from armillary.train.checkpoint.state import model_description, training_state
 from armillary.train.checkpoint.writer import FileRecord
+from armillary.train.generate.cli import run as generate
+from armillary.train.generate.command import Generate
 
 FILE = "rank-0.safetensors"
 TEXT = (Path(armillary.train.__file__).parent,)
@@ -213,6 +215,38 @@ def test_a_manipulated_header_is_refused_in_one_line(worlds, checkpoint, tmp_pat
     assert messages.startswith("refused: ") and "step-1: " in messages and "\n" not in messages
 
 
+def with_dtype(full: bytes, prefix: str, dtype: str) -> bytes:
+    """Returns a safetensors file whose header says `dtype` for each F32 tensor with this prefix."""
+    size = int.from_bytes(full[:8], "little")
+    header = json.loads(full[8 : 8 + size])
+    for name, entry in header.items():
+        if name.startswith(prefix) and entry["dtype"] == "F32":
+            entry["dtype"] = dtype
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + full[8 + size :]
+
+
+def generated(source: Path) -> str:
+    """Returns the reason why `armillary-generate` refuses a checkpoint."""
+    with pytest.raises(ValueError) as error:
+        generate(Generate(source, ("a",), tokens=1, device="cpu"))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "prefix", ["model.model.layers.0.mlp.down_proj.weight", "model.", "optimizer.state.lm_head.weight.exp_avg"]
+)
+def test_a_header_with_another_dtype_of_equal_size_is_refused(worlds, checkpoint, tmp_path, prefix):
+    run = shutil.copytree(checkpoint, tmp_path / "run")
+    place = run / "checkpoint/step-1"
+    poison(place, {FILE: with_dtype((place / FILE).read_bytes(), prefix, "I32")})
+    (messages,) = worlds(1).run(trained, at(run, steps=2))
+    assert messages.startswith("refused: ") and f"{prefix}" in messages and "of int32 there" in messages
+    if prefix.startswith("model."):
+        assert "of int32 there" in exported(place, tmp_path / "hf")
+        assert "of int32 there" in worlds(1).run(generated, run)[0]
+
+
 @pytest.mark.parametrize("fields", [{"num_hidden_layers": 10**6}, {"hidden_size": 64}, {"vocab_size": "many"}], ids=str)
 def test_a_manifest_that_describes_another_model_is_not_exported(checkpoint, tmp_path, fields):
     place = shutil.copytree(checkpoint / "checkpoint/step-1", tmp_path / "step-1")
@@ -220,6 +254,16 @@ def test_a_manifest_that_describes_another_model_is_not_exported(checkpoint, tmp
     replace(manifest, model=manifest.model | fields).write(place)
     messages = exported(place, tmp_path / "hf")
     assert messages.startswith(f"armillary-export: {place}/manifest.json: model: ") and messages.count("\n") == 1
+
+
+def test_values_of_a_manifest_are_printed_without_control_characters(worlds, checkpoint, tmp_path):
+    run = shutil.copytree(checkpoint, tmp_path / "run")
+    manifest = Manifest.read(run / "checkpoint/step-1")
+    settings = manifest.settings | {"optimizer.lr": "\x1b[31m1\ntrained \x9b2J"}
+    replace(manifest, settings=settings).write(run / "checkpoint/step-1")
+    (messages,) = worlds(1).run(trained, at(run, steps=2))
+    assert "optimizer.lr  " in messages and r"\x1b[31m1 trained \x9b2J -> 0.003" in messages
+    assert not {"\x1b", "\x9b"} & set(messages)
 
 
 def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):

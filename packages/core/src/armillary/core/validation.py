@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+MAX_COUNT = 2**53
+"""Largest count in a file: more tokens or steps than any run has. JSON readers may round larger integers."""
 Window = tuple[int | None, int | None]
 """(left, right) of a sliding window; None for an unbounded side."""
 Boundaries = tuple[int, ...]
@@ -29,6 +31,17 @@ def integer(name: str, value: object, minimum: int | None = None) -> int:
         requirement = "" if minimum is None else f" of at least {minimum}"
         raise ValueError(f"{name}={_format(value)}: an integer{requirement} is needed")
     return result
+
+
+def count(name: str, value: object, minimum: int = 0) -> int:
+    """Returns a number that was read from a file, as an int.
+
+    Raises:
+        ValueError: the value is not an integer from `minimum` to `MAX_COUNT`. Names `name`.
+    """
+    if integer(name, value, minimum) > MAX_COUNT:
+        raise ValueError(f"{name}={_format(value)}: at most 2^53 is possible")
+    return integer(name, value)
 
 
 def check_bool(name: str, value: object) -> bool:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional
 
-from armillary.data.console.exit import exit_on_error
+from armillary.data.console.exit import exit_on_error, print_lines
 from armillary.data.console.picture import check_picture
 from armillary.data.formats import open_store
 from armillary.data.formats.arrow import is_arrow
@@ -66,7 +66,7 @@ class Prepare(Preparation):
 
             header = prepare(self, self.workers, report)
         print_omissions(header)
-        print(f"{self.output}: {header.documents:,} documents, {header.tokens:,} tokens of {header.dtype}")
+        print_lines(f"{self.output}: {header.documents:,} documents, {header.tokens:,} tokens of {header.dtype}")
 
 
 @dataclass(frozen=True)

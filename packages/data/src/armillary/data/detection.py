@@ -67,15 +67,24 @@ def read_tokenizer(path: Path | None, begin_of_document: str | None = None) -> T
         raise ValueError(f"the tokenizer {preposition} {path} cannot be read: {error}") from error
 
 
-def tokenizer_of(path: Path, begin_of_document: str | None = None) -> TwoWayTokenizer | None:
-    """Returns the tokenizer of a store, or a `ByteTokenizer` for text; None for files that name none, or no files."""
+def tokenizer_of(path: Path, begin_of_document: str | None = None) -> TwoWayTokenizer:
+    """Returns the tokenizer of a store, or a `ByteTokenizer` for text.
+
+    Raises:
+        ValueError: the path does not exist, is a store that does not have its tokenizer, or the tokenizer cannot be
+            read.
+    """
+    if not path.exists() and not is_store(path):
+        raise ValueError(f"{path} does not exist")
     if is_folder(path):
         if has_tokenizer(path):
             return read_tokenizer(path, begin_of_document)
-        return ByteTokenizer() if Header.read(path).vocabulary.tokenizer == ByteTokenizer().identity else None
-    if is_store(path):  # files of Megatron and `datasets` do not name their tokenizer
-        return None
-    return ByteTokenizer() if path.exists() and path.suffix not in CONTAINERS else None
+        is_bytes = Header.read(path).vocabulary.tokenizer == ByteTokenizer().identity
+    else:  # files of Megatron and `datasets` do not name their tokenizer
+        is_bytes = not is_store(path) and path.suffix not in CONTAINERS
+    if not is_bytes:
+        raise ValueError(f"{path} does not have its tokenizer")
+    return ByteTokenizer()
 
 
 def has_tokenizer(folder: Path | None) -> bool:

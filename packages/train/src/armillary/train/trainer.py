@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch.distributed as dist
 
+from armillary.data.console.exit import print_lines
 from armillary.train.bad_steps import BadSteps
 from armillary.train.build import prepare, process_group
 from armillary.train.checkpoint import Checkpoints
@@ -49,7 +49,7 @@ def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str]
     with process_group(config) as device, StopSignal() as stop, watchdog:
         run = prepare(config, device)
         if notes and dist.get_rank() == 0:
-            print(*notes, sep="\n", flush=True)
+            print_lines(*notes)
         return train_loop(run, stop, watchdog)
 
 
@@ -72,7 +72,7 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
     # An error leaves these blocks from the last to the first. The exits of `reporter` and `checkpoints` may wait, for a
     # sink or for missing ranks. A `watchdog.reporting()` inside each of them tells the other ranks of the error first.
     with (
-        OutputLock(config.train.output, partial(print, flush=True), flag="--train.output") as lock,
+        OutputLock(config.train.output, print_lines, flag="--train.output") as lock,
         Reporter(config, lock.fence) as reporter,
         watchdog.reporting(),  # before the reporter's exit waits for its sinks
         stop or StopSignal() as stop,

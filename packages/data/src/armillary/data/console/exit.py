@@ -89,6 +89,20 @@ def describe_error(error: Exception) -> str:
 
 
 def one_line(text: str) -> str:
-    """Returns the text without line breaks and with unprintable characters escaped, such as those of file names."""
-    joined = " ".join(line.strip() for line in text.splitlines())
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in joined)
+    """Returns the text without line breaks, `printable`."""
+    return printable(" ".join(line.strip() for line in text.splitlines()))
+
+
+def printable(text: str) -> str:
+    """Returns the text with unprintable characters escaped, except line feeds.
+
+    For all that commands print: names and values in files may have escape codes, which would control the terminal.
+    """
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
+
+
+def print_lines(*lines: str) -> None:
+    """Prints lines, `printable`, on stdout."""
+    print(*map(printable, lines), sep="\n", flush=True)

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 
+from armillary.data.console.exit import print_lines
+
 GAP = "  "
 
 
@@ -36,7 +38,7 @@ class Column:
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
     """Prints a table on stdout, wrapped to the width of the terminal if there is one."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print(table(columns, rows, width), flush=True)
+    print_lines(table(columns, rows, width))
 
 
 def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int | None = None) -> str:

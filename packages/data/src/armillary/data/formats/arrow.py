@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from armillary.core.files import file_size, is_file_name, read_json
 from armillary.data.optional import optional
 from armillary.data.store import Integers, TokenStore, Vocabulary
 
@@ -14,6 +15,22 @@ from armillary.data.store import Integers, TokenStore, Vocabulary
 def is_arrow(path: Path) -> bool:
     """Returns True for a folder written by `save_to_disk` of a `Dataset`, or of a `DatasetDict` with several splits."""
     return (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def is_single_dataset(folder: Path) -> bool:
+    """Returns True for a folder written by `Dataset.save_to_disk`.
+
+    Raises:
+        ValueError: the folder of a `DatasetDict`, which has several splits.
+    """
+    splits = folder / "dataset_dict.json"
+    if splits.is_file():
+        try:
+            choices = ", ".join(str(folder / name) for name in read_json(splits)["splits"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{splits} does not name the splits of a saved dataset ({error})") from error
+        raise ValueError(f"{folder} holds several splits; give one: {choices}")
+    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
 def open_arrow(path: Path, column: str = "input_ids") -> TokenStore:
@@ -61,12 +78,20 @@ def load_dataset(path: Path) -> Any:
         ValueError: a folder with several splits, or one that cannot be read.
     """
     datasets = optional("datasets", "datasets")
+    is_single_dataset(path)
     try:
-        dataset: Any = datasets.load_from_disk(str(path))
+        check_files(path)
+        return datasets.load_from_disk(str(path))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         # datasets does not validate its files: other JSON, or a dataset without rows, fails in any of these ways.
         raise ValueError(f"{path} cannot be read as a saved dataset ({error}); save it again, with rows") from error
-    if isinstance(dataset, datasets.DatasetDict):
-        splits = ", ".join(str(path / str(name)) for name in dataset)
-        raise ValueError(f"{path} holds several splits; give one: {splits}")
-    return dataset
+
+
+def check_files(path: Path) -> None:
+    """Raises ValueError or OSError unless the files that `datasets` reads are regular files in the folder."""
+    read_json(path / "dataset_info.json")
+    for file in read_json(path / "state.json")["_data_files"]:
+        name = file["filename"]
+        if not is_file_name(name):
+            raise ValueError(f"state.json names the file {name!r}")
+        file_size(path / name)

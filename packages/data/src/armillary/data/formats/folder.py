@@ -24,8 +24,8 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.core.files import parse_json
-from armillary.core.validation import integer
+from armillary.core.files import file_size, open_file, read_json
+from armillary.core.validation import count
 from armillary.data.store import TokenStore, Vocabulary
 from armillary.data.trees import SEGMENT, SegmentTable
 
@@ -100,7 +100,7 @@ class Header:
         """
         path = folder / HEADER
         try:
-            values = parse_json(path.read_text())
+            values: Any = read_json(path)
             version = (values.pop("format"), values.pop("version"))
             if version == (FORMAT, VERSIONS["segments" in values]):
                 header = cls(**values | {"vocabulary": Vocabulary(**values["vocabulary"])})
@@ -119,7 +119,7 @@ class Header:
             optional[f"summary.{name}"] = self.summary.get(name)
         counts |= {name: value for name, value in optional.items() if value is not None}
         for name, value in counts.items():
-            integer(name, value, 0)
+            count(name, value)
         if self.token_type.kind not in "iu" or type(vocabulary.tokenizer) not in (str, type(None)):
             raise ValueError(f"dtype={self.dtype!r}, vocabulary.tokenizer={vocabulary.tokenizer!r}")
         for name, size in self.sizes().items():
@@ -184,7 +184,7 @@ def verify_folder(path: Path) -> Iterator[int]:
     header = Header.read(path)
     _check_sizes(path, header)
     for name in header.sizes():
-        with readable(path / name), (path / name).open("rb") as file:
+        with readable(path / name), open_file(path / name) as file:
             for i, expected in enumerate(header.checksums[name]):
                 block = file.read(BLOCK)
                 if crc32(block) != expected:
@@ -209,7 +209,7 @@ def _check_sizes(folder: Path, header: Header) -> None:
     for name, expected in header.sizes().items():
         path = folder / name
         try:
-            size = path.stat().st_size
+            size = file_size(path)
         except OSError as error:
             raise ValueError(f"{path} cannot be read ({error.strerror}); its header says {expected} bytes") from error
         check_size(path, size, expected, "header")
@@ -225,4 +225,6 @@ def check_size(path: Path, size: int, expected: int, source: str) -> None:
 
 def map_file(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
     """Maps a file into memory as a 1-D array."""
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # empty files cannot be mapped
+    with open_file(path) as file:
+        is_empty = not os.fstat(file.fileno()).st_size  # empty files cannot be mapped
+        return np.empty(0, dtype) if is_empty else np.memmap(file, dtype, "r")

@@ -11,6 +11,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from armillary.core.files import file_size
 from armillary.data.formats.folder import check_size, map_file
 from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore, Vocabulary
@@ -102,7 +103,7 @@ def open_megatron(prefix: Path) -> TokenStore:
     tokens_path, index_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     index = MegatronIndex.read(index_path)
     starts, stops = index.bounds(index_path)
-    size = tokens_path.stat().st_size
+    size = file_size(tokens_path)
     check_size(tokens_path, size, int(stops.max(initial=0)) * index.dtype.itemsize, "index")
     tokens = map_file(tokens_path, index.dtype)
     # Checksums of the index and of two samples of tokens identify the content; reading all tokens would take too long.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from armillary.data.console.exit import one_line, print_lines
 from armillary.data.console.table import Column, print_table
 from armillary.data.formats.folder import Header
 from armillary.data.inspection.layouts import LayoutStatistics
@@ -32,15 +33,15 @@ def print_omissions(header: Header) -> None:
     }
     for name, sentence in sentences.items():
         if header.summary.get(name):
-            print(f"{header.summary[name]:,} {sentence.format(first=header.summary.get(f'first_{name}'))}")
+            print_lines(f"{header.summary[name]:,} {sentence.format(first=header.summary.get(f'first_{name}'))}")
 
 
 def print_info(store: TokenStore, header: Header | None) -> None:
     """Prints the statistics of a store, the omissions in its header if it has one, and a histogram of lengths."""
     for name, value in describe(store).items():
-        text = "unknown" if value is None else f"{value:,.0f}" if isinstance(value, (int, float)) else value
+        text = "unknown" if value is None else f"{value:,.0f}" if isinstance(value, (int, float)) else one_line(value)
         unit = ", tokens" if name.startswith("p") and name[1:].isdigit() else ""
-        print(f"{LABELS.get(name, name.replace('_', ' ') + unit):20} {text}")
+        print_lines(f"{LABELS.get(name, name.replace('_', ' ') + unit):20} {text}")
     if header is not None:
         print_omissions(header)
     print()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from armillary.core import SequenceLayout
+from armillary.core.validation import count
 from armillary.data.loader.batch import Batch
 from armillary.data.loader.prefetch import Prefetch
 
@@ -98,10 +99,7 @@ class Batches(ABC):
         for name, value in self._settings.items():
             if state.get(name) != value:
                 raise ValueError(f"this state was taken with {name} {state.get(name)}, not {value}; rows would differ")
-        rows = state.get("rows")
-        if not isinstance(rows, int) or rows < 0:
-            raise ValueError(f"rows={rows!r} of this state is not a number of rows; give the result of state_dict")
-        self._rows_read = rows
+        self._rows_read = count("rows", state.get("rows"))
         return self
 
     def _batch_from(self, first: int) -> Batch:

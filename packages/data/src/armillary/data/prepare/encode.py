@@ -10,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from armillary.core.files import read_file
 from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG
 from armillary.data.prepare.sources import InputChunk, Invalid, documents
 from armillary.data.prepare.writer import Part
@@ -116,7 +117,7 @@ class Encoder:
 def tokenizer_in(folder: Path) -> Tokenizer:
     """Returns the tokenizer in the folder of a store; the last one is cached."""
     files = folder / TOKENIZER, folder / TOKENIZER_CONFIG
-    return _build(folder, *(file.read_bytes() for file in files)) if files[0].exists() else ByteTokenizer()
+    return _build(folder, *map(read_file, files)) if files[0].exists() else ByteTokenizer()
 
 
 @lru_cache(maxsize=1)

@@ -114,7 +114,7 @@ def segment_tokens(trees: Sequence[SegmentedTree], tokenizer: Tokenizer) -> Iter
     template_texts = [s.text for tree in trees if tree.from_template for s in tree.segments]
     text_tokens, template_tokens, begin_count = iter(encode_all(texts, tokenizer)), iter(list[Integers]()), 0
     if isinstance(tokenizer, TextTokenizer):  # a byte tokenizer has no templates and no begin token
-        template_tokens, begin_count = iter(tokenizer.encode_template(template_texts)), tokenizer.begin_tokens
+        template_tokens, begin_count = iter(tokenizer.encode_template(template_texts)), len(tokenizer.begin_ids)
     for tree in trees:
         for segment in tree.segments:
             if tree.from_template:

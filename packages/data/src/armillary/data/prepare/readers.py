@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from armillary.core.files import open_file, read_file
 from armillary.data.formats.arrow import load_dataset
 from armillary.data.optional import optional
 from armillary.data.prepare.tree_records import tree_record
@@ -86,7 +87,7 @@ class InputChunk:
 def read_text(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Reads each text file as one document, in bytes."""
     for file in chunk.files:
-        text = file.path.read_bytes()
+        text = read_file(file.path, None)
         if not file.chosen and (reason := binary(text)) is not None:
             yield Invalid(file.name, f"taken as binary, since {reason}", binary=True)
         else:
@@ -95,7 +96,7 @@ def read_text(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 def read_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Reads the lines that start in the chunk, so that each line belongs to exactly one chunk."""
-    with chunk.path.open("rb") as file:
+    with open_file(chunk.path) as file:
         if chunk.start:
             # Skips the rest of a line that started in the previous chunk. Reading starts one byte before the chunk: if
             # this byte is a line break, a line starts with the chunk and nothing is skipped. Reading stops at the end
@@ -108,7 +109,7 @@ def read_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 def read_gzip_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Reads all lines of a .gz file. The byte in a document's name counts uncompressed bytes."""
-    with gzip.open(chunk.path, "rb") as file:
+    with open_file(chunk.path) as compressed, gzip.open(compressed, "rb") as file:
         yield from _read_lines(cast(IO[bytes], file), chunk, 0, None)
 
 

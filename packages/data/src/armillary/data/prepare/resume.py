@@ -15,10 +15,12 @@ import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from armillary.core.files import parse_json
+from armillary.core.files import read_json
+from armillary.core.validation import count
 from armillary.data.formats.folder import PREPARATION_KEY, partial_folder, write_file
 
 PROGRESS = "progress.json"
@@ -40,15 +42,11 @@ def begin(path: Path, key: str, start_over: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     # Without the progress file, and its `.new` that a killed `write_file` leaves.
     files = [file for file in folder.iterdir() if not file.name.startswith(PROGRESS)]
-    try:
-        progress = parse_json((folder / PROGRESS).read_text())
-    except FileNotFoundError:
-        progress = {PREPARATION_KEY: None, "parts": 0}
-        if files:
-            raise ValueError(
-                f"{folder} was not made by `armillary-data prepare`; move it or name another output"
-            ) from None
-    if progress[PREPARATION_KEY] == key:
+    is_begun = (folder / PROGRESS).exists()
+    if files and not is_begun:
+        raise ValueError(f"{folder} was not made by `armillary-data prepare`; move it or name another output")
+    progress = read_progress(folder) if is_begun else {PREPARATION_KEY: None, "parts": 0}
+    if progress.get(PREPARATION_KEY) == key:
         return
     if progress["parts"] and not start_over:
         raise ValueError(
@@ -60,6 +58,22 @@ def begin(path: Path, key: str, start_over: bool) -> None:
     for file in files:
         file.unlink()
     _write_progress(folder, key)
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """Returns the fields of a progress file: key of the preparation; parts, counts and files so far.
+
+    Raises:
+        ValueError: the file cannot be read, or a number in it is not a count.
+    """
+    progress = read_json(folder / PROGRESS)
+    try:
+        sizes = {f"files.{name}": size for name, (size, _) in progress["files"].items()}
+        for name, value in {"parts": progress["parts"], **sizes}.items():
+            count(name, value)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / PROGRESS} is broken ({error}); remove {folder} and start again") from error
+    return progress
 
 
 def _write_progress(folder: Path, key: str) -> None:

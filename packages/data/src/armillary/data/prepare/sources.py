@@ -6,14 +6,14 @@ Worker processes read chunks independently of each other. The chunks and their o
 from __future__ import annotations
 
 import hashlib
-import os
 import zlib
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import get_args
 
-from armillary.core.files import parse_json
+from armillary.core.files import file_size, open_file
+from armillary.data.formats.arrow import is_single_dataset
 from armillary.data.prepare.chunking import Format, cut_text, cutter_of
 from armillary.data.prepare.readers import File, InputChunk, Invalid
 from armillary.data.text.corpus import Document, binary, is_visible, walk
@@ -106,7 +106,7 @@ def _files(path: Path, format: Format) -> list[File]:
         if not path.is_dir():
             files = [_file(path, path.name, chosen=True)]
             _check_text(files[0], format)
-        elif format == "auto" and _is_dataset(path):
+        elif format == "auto" and is_single_dataset(path):
             files = [File(path, path.resolve().name, sum(size for _, size, _ in _stamps(path)), chosen=True)]
         else:
             paths = walk(path, is_visible)
@@ -114,7 +114,7 @@ def _files(path: Path, format: Format) -> list[File]:
             files.sort(key=lambda file: file.name)
             for file in files if format == "auto" else ():
                 # Otherwise each Arrow file of a saved dataset in a subfolder would be read as text.
-                if file.path.name in ("state.json", "dataset_dict.json") and _is_dataset(file.path.parent):
+                if file.path.name in ("state.json", "dataset_dict.json") and is_single_dataset(file.path.parent):
                     folder = file.path.parent
                     raise ValueError(f"{path} has a saved dataset in it; give it as an input of its own: {folder}")
     except OSError as error:
@@ -127,36 +127,16 @@ def _files(path: Path, format: Format) -> list[File]:
 
 def _file(path: Path, name: str, *, chosen: bool) -> File:
     """Returns a file, after checking that it can be read: the run that reads it may be hours later."""
-    if path.exists() and not os.access(path, os.R_OK):
-        raise PermissionError(13, "Permission denied", str(path))
-    if path.exists() and not path.is_file():  # such as a pipe, whose reader would wait for its writer
-        raise ValueError(f"{path} is no file or folder; {_ACCEPTED}")
-    return File(path, name, path.stat().st_size, chosen)
+    return File(path, name, file_size(path), chosen)
 
 
 def _check_text(file: File, format: Format) -> None:
     """Raises ValueError for a binary file that the user named itself, unless the user has also given its format."""
     if format == "auto" and cutter_of(file, format) is cut_text:
-        with file.path.open("rb") as text_file:
+        with open_file(file.path) as text_file:
             reason = binary(text_file.read(SNIFFED_BYTES))
         if reason is not None:
             raise ValueError(f"{file.path} is no text: {reason}; {_ACCEPTED}, or take it as it is with --format text")
-
-
-def _is_dataset(folder: Path) -> bool:
-    """Returns True for a folder written by `Dataset.save_to_disk`.
-
-    Raises:
-        ValueError: the folder of a `DatasetDict`, which has several splits.
-    """
-    splits = folder / "dataset_dict.json"
-    if splits.is_file():
-        try:
-            choices = ", ".join(str(folder / name) for name in parse_json(splits.read_bytes())["splits"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{splits} does not name the splits of a saved dataset ({error})") from error
-        raise ValueError(f"{folder} holds the splits of a saved dataset; give one of them: {choices}")
-    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
 def _check_unique(files_of_inputs: Sequence[Sequence[File]]) -> None:

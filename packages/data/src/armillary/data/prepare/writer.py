@@ -20,7 +20,6 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.core.files import parse_json
 from armillary.data.formats.folder import (
     BLOCK,
     DOCUMENTS,
@@ -31,7 +30,7 @@ from armillary.data.formats.folder import (
     partial_folder,
     write_file,
 )
-from armillary.data.prepare.resume import PROGRESS, put_in_place
+from armillary.data.prepare.resume import PROGRESS, put_in_place, read_progress
 from armillary.data.shuffle import Index
 from armillary.data.store import Integers, Vocabulary
 from armillary.data.trees import SEGMENT, SegmentArray
@@ -123,7 +122,7 @@ class StoreWriter:
 
     def __init__(self, path: Path, dtype: np.dtype[Any], trees: bool = False) -> None:
         self.path, self.folder, self._dtype = path, partial_folder(path), dtype.newbyteorder("<")
-        self._progress = parse_json((self.folder / PROGRESS).read_text())
+        self._progress = read_progress(self.folder)
         sizes = self._progress["files"]
         names = (TOKENS, DOCUMENTS, HASHES, *([SEGMENTS] if trees else []))
         self._files = {name: BlockFile(self.folder / name, *sizes.get(name, (0, []))) for name in names}

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from armillary.core.files import parse_json
+from armillary.core.files import read_file, read_json
 
 TEMPLATE_FILE, CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -44,8 +44,8 @@ class ChatTemplate:
         """
         config, file = folder / CONFIG_FILE, folder / TEMPLATE_FILE
         try:
-            values = parse_json(config.read_bytes()) if config.exists() else {}
-            source = file.read_text() if file.exists() else values.get("chat_template")
+            values = read_json(config) if config.exists() else {}
+            source = read_file(file).decode() if file.exists() else values.get("chat_template")
             if isinstance(source, list):
                 source = {template["name"]: template["template"] for template in source}["default"]
             if not isinstance(source, str | None):

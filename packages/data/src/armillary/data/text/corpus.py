@@ -10,6 +10,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NoReturn
 
+from armillary.core.files import read_file
+
 
 @dataclass(frozen=True)
 class Document:
@@ -53,7 +55,7 @@ def read_documents(path: str | os.PathLike[str]) -> list[Document]:
         if root.is_dir():
             documents = _read_folder(root, is_visible)
         else:
-            documents = [Document(root.name, text)] if (text := root.read_bytes()) else []
+            documents = [Document(root.name, text)] if (text := read_file(root, None)) else []
     except OSError as error:
         raise ValueError(f"{error.filename or path} cannot be read ({error.strerror}); {accepted_paths}") from error
     if not documents:
@@ -86,7 +88,7 @@ def binary(text: bytes) -> str | None:
 
 
 def _read_folder(root: Path, keep: Callable[[str], bool]) -> list[Document]:
-    files = (Document(file.relative_to(root).as_posix(), file.read_bytes()) for file in walk(root, keep))
+    files = (Document(file.relative_to(root).as_posix(), read_file(file, None)) for file in walk(root, keep))
     return sorted((file for file in files if file.text and not binary(file.text)), key=lambda file: file.name)
 
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from armillary.core.files import read_file
 from armillary.data.optional import optional
 from armillary.data.text.byte_tokenizer import check_tokens
 from armillary.data.text.splitting import Tokens, split_text
@@ -106,7 +107,7 @@ class TextTokenizer:
             config = file.with_name("tokenizer_config.json")
             end = end_of_document or read_name(config, "eos_token")
             begin = begin_of_document or read_name(config, BEGIN)
-            return cls(file.read_bytes(), end_of_document=end, begin_of_document=begin)
+            return cls(read_file(file), end_of_document=end, begin_of_document=begin)
         except OSError as error:
             accepted_paths = "give a tokenizer.json, or a folder with one in it"
             raise ValueError(f"{error.filename} cannot be read ({error.strerror}); {accepted_paths}") from error
@@ -164,9 +165,9 @@ class TextTokenizer:
         return next((name for name in self._special_names if name in text), None)
 
     @property
-    def begin_tokens(self) -> int:
-        """Number of tokens that `encode` adds before each text."""
-        return len(self._begin)
+    def begin_ids(self) -> tuple[int, ...]:
+        """Token ids that `encode` adds before each text."""
+        return tuple(self._begin)
 
     def decode(self, tokens: Tensor) -> str:
         """Returns the text of an integer tensor [T], with special tokens by name.

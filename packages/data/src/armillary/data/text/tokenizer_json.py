@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, cast
 
-from armillary.core.files import parse_json
+from armillary.core.files import parse_object, read_json
 from armillary.data.optional import optional
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
@@ -22,10 +22,9 @@ def parse_definition(definition: bytes) -> dict[str, Any]:
         ValueError: the content is not that of a tokenizer.json.
     """
     try:
-        settings: object = parse_json(definition)
+        fields = parse_object(definition)
     except ValueError as error:
         raise ValueError(f"this is not a tokenizer.json ({error})") from error
-    fields = cast(dict[str, Any], settings) if isinstance(settings, dict) else {}
     if not isinstance(fields.get("model"), dict) or "vocab" not in fields["model"]:
         raise ValueError("this is not a tokenizer.json: it has no model with a vocabulary")
     try:
@@ -96,16 +95,15 @@ def read_name(file: Path, key: str) -> str | None:
     """Returns the name of a token in a tokenizer_config.json; None without the key or the file.
 
     Raises:
-        ValueError: the file is not a valid tokenizer_config.json.
-        OSError: the file cannot be read.
+        ValueError: the file cannot be read, or is not a tokenizer_config.json.
     """
     if not file.exists():
         return None
-    try:
-        token = parse_json(file.read_bytes()).get(key)
-        return cast(str | None, token["content"] if isinstance(token, dict) else token)
-    except (ValueError, AttributeError, KeyError) as error:
-        raise ValueError(f"{file.name} is broken ({error}); repair it") from error
+    token: Any = read_json(file).get(key)
+    name = token.get("content") if isinstance(token, dict) else token
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"{file}: {key}={name!r} is not the name of a token")
+    return name
 
 
 def _added_tokens(settings: dict[str, Any]) -> list[dict[str, Any]]:

@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import torch
 
+from armillary.core.files import read_json
+
 HEAD_DIM, WIDE_HEAD_DIM = 8, 16
 """Head dims. The wide one is for rotary embeddings of a part of each head, or in sections: these need even dims."""
 VOCABULARY = 64
@@ -63,6 +65,7 @@ def load_config(source: str) -> Any:
         raise ValueError(f"{source!r} is neither a folder or config.json on this machine, nor a model type")
     try:
         if path.exists():
+            read_json(path / "config.json" if path.is_dir() else path)  # raises for a FIFO or a device
             return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         return transformers.CONFIG_MAPPING[source](**REQUIRED.get(source, {}))
     except Exception as error:  # configs raise many types; a model made of other models may have no defaults

@@ -69,8 +69,8 @@ def find_row_ends(method: Method, model: Any, args: tuple[Any, ...], kwargs: Map
     if kwargs.get("shift_labels") is not None:
         raise ValueError(
             f"{type(model).__name__} was given labels {list(kwargs['shift_labels'].shape)} of tokens; it takes one per "
-            "row: after cp.prepare(model), model(**batch.inputs, labels=labels). Its loss is then that of whole rows on "
-            "every rank: call backward on it, without cp.loss"
+            "row: after cp.prepare(model), model(**batch.inputs, labels=labels). Its loss is then that of whole rows "
+            "on every rank: call backward on it, without cp.loss"
         )
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens = kwargs["inputs_embeds"] if ids is None else ids

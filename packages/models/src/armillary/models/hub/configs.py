@@ -12,10 +12,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from armillary.core.files import read_json
 from armillary.core.validation import check_bool, check_choice, integer, number
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.families import FAMILIES, HYBRID, HYBRID_FLAGS, Config, Family
-from armillary.models.hub.folder import CONFIG, read_json
+from armillary.models.hub.folder import CONFIG
 from armillary.models.hub.rope import describe_rope, read_rope
 from armillary.models.state_config import Mixer, StateConfig
 

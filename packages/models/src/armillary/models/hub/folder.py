@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from armillary.core.files import is_file_name, parse_json, writing
+from armillary.core.files import is_file_name, read_json, writing
 from armillary.core.validation import integer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -37,22 +37,6 @@ TOKENIZER = (
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of weights that are pickles, which are never read."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads the object in a JSON file.
-
-    Raises:
-        ValueError: the file is missing, or does not contain a JSON object.
-    """
-    try:
-        fields: object = parse_json(path.read_text())
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"cannot read {path}: {reason}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return cast(dict[str, Any], fields)
 
 
 def ends_of_text(folder: Path) -> list[int] | None:

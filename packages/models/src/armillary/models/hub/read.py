@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from armillary.core.files import file_size
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.folder import CONFIG, INDEX, WEIGHTS, weight_map
 from armillary.models.hub.tensors import DTYPES, FileSlice, Names, file_slices, names_of, parameter_shapes
@@ -146,6 +147,7 @@ def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable
 def open_file(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
     """Opens a safetensors file and returns its tensors by name. `stack` closes the file."""
     try:
+        file_size(path)  # raises for a FIFO or a device
         file: Any = stack.enter_context(safe_open(path, framework="pt"))
         entries: dict[str, TensorEntry] = {}
         for key in cast(Iterable[str], file.keys()):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from armillary.core.files import read_file, read_json
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub import folder as files
 from armillary.models.hub.configs import describe
@@ -243,11 +243,11 @@ def writers_of_other_files(
     if source is not None:
         origin = Path(source)
         dtype = getattr(torch, config_fields["torch_dtype"])
-        fields = files.read_json(origin / CONFIG) if (origin / CONFIG).exists() else None
+        fields = read_json(origin / CONFIG) if (origin / CONFIG).exists() else None
         config_fields = describe(config, dtype, fields)
         for name in TOKENIZER:
             if (origin / name).exists() and origin.resolve() != target.resolve():
-                write_functions[name] = lambda path, file=origin / name: shutil.copyfile(file, path)
+                write_functions[name] = lambda path, file=origin / name: path.write_bytes(read_file(file))
     write_functions[CONFIG] = lambda path: path.write_text(files.as_json(config_fields))
     if len(files_by_name) > 1:
         write_functions[INDEX] = lambda path: path.write_text(files.as_json(index(files_by_name)))

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from armillary.attention.planning.send import Send
-from armillary.core.files import parse_toml
+from armillary.core.files import parse_toml, read_file
 from armillary.plan.cluster.machines import EMULATED, MACHINES
 from armillary.plan.cluster.network import CHECKED, Count, Delivery, Level, Link, deliveries
 from armillary.plan.cluster.node import Accelerator, Node
@@ -97,7 +97,7 @@ class Cluster(Node):
             OSError: the file cannot be read.
         """
         try:
-            settings = parse_toml(Path(path).read_text())
+            settings = parse_toml(read_file(path))
             preset = settings.pop("like", None)
             if not isinstance(preset, str | None):
                 raise ValueError(f"like = {preset!r} must be the name of a cluster")

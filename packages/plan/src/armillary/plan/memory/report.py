@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+from armillary.data.console.exit import print_lines
 from armillary.data.console.quantity import gib, short
 from armillary.data.console.table import Column, print_table
 from armillary.models import Checkpointing
@@ -45,7 +46,7 @@ def show(result: MemoryResult) -> None:
     options, ranks = result.options, result.axes["ring"] * result.axes["ulysses"]
     axes = " x ".join(f"{name} {size}" for name, size in result.axes.items() if size > 1) or "1 rank"
     optimizer = "host" if options.on_host else "device"
-    print(f"{options.model}, {model_size(result.model)}, on {result.cluster.name}")
+    print_lines(f"{options.model}, {model_size(result.model)}, on {result.cluster.name}")
     checkpoints = policy_text(options.checkpointing)
     print(f"{options.attention} ({axes}), checkpoints: {checkpoints}, optimizer: on the {optimizer}")
     print(f"a sequence of {result.length:,} tokens, {short(result.length // ranks)} on a rank\n")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.attention.registry import methods_without_plan
+from armillary.data.console.exit import print_lines
 from armillary.data.console.picture import picture
 from armillary.data.console.quantity import gib
 from armillary.data.console.table import Column, print_table
@@ -73,7 +74,7 @@ def show(result: SearchResult) -> None:
 
     If nothing fits, prints the choices that need the least memory, and the number of accelerators that would suffice.
     """
-    print(*heading(result), "", sep="\n")
+    print_lines(*heading(result), "")
     best = result.fitting[: result.options.best]
     if not best:
         for choice in result.choices[:3]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from armillary.core.files import write_whole
+from armillary.core.files import read_file, write_whole
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.search.candidates import Candidate
 from armillary.train.config import Config
@@ -131,7 +131,7 @@ def load(path: Path, settings: CacheKey) -> TunerState:
     if not path.exists():
         return TunerState(settings)
     try:
-        state = TypeAdapter(TunerState).validate_json(path.read_bytes())
+        state = TypeAdapter(TunerState).validate_json(read_file(path))
     except OSError as error:
         raise ValueError(f"--out {path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -27,6 +28,7 @@ from armillary.train.runtime.health.ranks import Ranks
 from armillary.train.runtime.health.shared_folder import check_shared
 from armillary.train.runtime.health.watchdog import caused_by_peers
 from armillary.train.runtime.random_state import seed_all
+from armillary.train.tokenizer import TokenSource, export_source
 
 NOTICEABLE = 1.0
 """Minimum seconds of waiting that are reported in a line."""
@@ -144,8 +146,16 @@ class Checkpoints:
             self._save(step, saved_state(self.run, self.ranks.rank), self._manifest(step), prune)
         if self.save_config.export and step >= self.run.config.train.steps:
             self.ranks.on_first(self.lock.fence)
-            self.run.model.save_pretrained(self.run.config.train.output / "export" / f"step-{step}")
+            self._export(self.run.config.train.output / "export" / f"step-{step}")
         return self.folder.path_of(step)
+
+    def _export(self, folder: Path) -> None:
+        """Writes a Hugging Face folder with the run's tokenizer, which rank 0 alone copies."""
+        with ExitStack() as stack:
+            enter = partial(stack.enter_context, export_source(TokenSource.of(self.run.config)))
+            source, tokenizer = self.ranks.on_first(enter)
+            self.run.model.save_pretrained(folder, source if self.ranks.rank == 0 else None)
+        self.say(f"exported to {folder}: {tokenizer}")
 
     def _manifest(self, step: int) -> Manifest:
         """Returns the manifest, for which `save` fills in files and time.

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
 import tyro
 
-from armillary.data.console.exit import exit_on_error
+from armillary.data import is_store
+from armillary.data.console.exit import exit_on_error, print_lines
 from armillary.data.parsing import parse
 from armillary.models import hub
-from armillary.models.hub.folder import CONFIG, read_json
+from armillary.models.hub.folder import CONFIG
 from armillary.train.checkpoint.files import file_fault
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.reader import Damaged, read_tensors
 from armillary.train.checkpoint.state import saved_config
+from armillary.train.tokenizer import TokenSource, export_source
 
 PROGRAM = "armillary-export"
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -44,18 +46,17 @@ class Export:
     dtype: Literal["as saved", "float64", "float32", "bfloat16", "float16"] = "as saved"
     """Data type of the written weights."""
     pretrained: Path | None = None
-    """Hugging Face folder with tokenizer and ids of special tokens; by default the one that the run started from."""
+    """Hugging Face folder or token store with the tokenizer; by default that of the run's pretrained folder or data."""
 
 
 def export(options: Export) -> None:
-    """Writes the Hugging Face folder.
+    """Writes the Hugging Face folder, and prints a line about it.
 
     Raises:
-        ValueError: there is no checkpoint, it is damaged, or `pretrained` is not a Hugging Face folder.
+        ValueError: there is no checkpoint, it is damaged, or `pretrained` is neither a Hugging Face folder nor a store.
         OSError: a file could not be written.
     """
-    if options.pretrained is not None and not (options.pretrained / CONFIG).is_file():
-        raise ValueError(f"--pretrained {options.pretrained}: has no {CONFIG}; give a Hugging Face folder")
+    tokens = token_source(options)
     try:
         manifest = Manifest.read(options.checkpoint)
     except Damaged as damage:
@@ -68,24 +69,27 @@ def export(options: Export) -> None:
     except (Damaged, ValueError, OSError) as error:
         raise ValueError(f"{options.checkpoint}: {error}") from error
     config = saved_config(options.checkpoint, manifest)
-    hub.save(options.folder, config, weights, options.pretrained or pretrained_of(options.checkpoint))
+    with export_source(tokens) as (source, tokenizer):
+        hub.save(options.folder, config, weights, source)
+    count, dtype = sum(x.numel() for x in weights.values()), next(iter(weights.values())).dtype
+    print_lines(f"{options.folder}: {count:,} parameters, {str(dtype).removeprefix('torch.')}; {tokenizer}")
 
 
-def pretrained_of(checkpoint: Path) -> Path | None:
-    """Returns the pretrained folder in the config.json of a checkpoint's run, or None.
+def token_source(options: Export) -> TokenSource:
+    """Returns the source of the tokenizer: `pretrained` if it is given, and otherwise the settings of the run.
 
-    Prints a line and returns None if that folder no longer exists.
+    Raises:
+        ValueError: `pretrained` is neither a Hugging Face folder nor a token store, or the run's config.json is broken.
     """
-    path = checkpoint.resolve().parent.parent / "config.json"  # OUTPUT/checkpoint/step-N
-    model = read_json(path).get("model") if path.is_file() else None
-    pretrained = model.get("pretrained") if isinstance(model, dict) else None
-    if not isinstance(pretrained, str):
-        return None
-    if not Path(pretrained).is_dir():
-        reason = f"{path} names {pretrained}, which does not exist; give its path by --pretrained"
-        print(f"{PROGRAM}: no tokenizer, and no ids of special tokens: {reason}", file=sys.stderr)
-        return None
-    return Path(pretrained)
+    run = TokenSource.read(options.checkpoint.resolve().parent.parent)  # OUTPUT/checkpoint/step-N
+    path = options.pretrained
+    if path is None:
+        return run
+    if is_store(path):
+        return TokenSource(paths=(path,))
+    if not (path / CONFIG).is_file():
+        raise ValueError(f"--pretrained {path}: has no {CONFIG}; give a Hugging Face folder, or a token store")
+    return replace(run, pretrained=path)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

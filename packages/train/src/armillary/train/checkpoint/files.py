@@ -8,14 +8,14 @@ import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from zlib import crc32
 
-from armillary.core.files import parse_json
+from armillary.core.files import file_size, parse_object, read_file
 from armillary.train.checkpoint.reader import Damaged
 from armillary.train.checkpoint.writer import FileRecord
 
-DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ENXIO, errno.EFBIG)
 """Error numbers of a damaged file. After other errors, such as a lack of permission, the file may be intact."""
 
 
@@ -33,13 +33,13 @@ def file_fault(files: Mapping[str, FileRecord], folder: Path, reader: int = 0, r
     for name in sorted(files)[reader::readers]:
         try:
             with reading(folder / name):
-                record = FileRecord.of_file(folder / name)
+                size = file_size(folder / name)
+                if size != files[name].size:  # compared before the bytes are read, which may be many
+                    return f"file {name} has {size} of {files[name].size} bytes"
+                if FileRecord.of_file(folder / name) != files[name]:
+                    return f"file {name} has other bytes than were written"
         except Damaged as damage:
             return f"file {damage}"
-        if record.size != files[name].size:
-            return f"file {name} has {record.size} of {files[name].size} bytes"
-        if record != files[name]:
-            return f"file {name} has other bytes than were written"
     return None
 
 
@@ -59,13 +59,12 @@ def read_checked(path: Path) -> dict[str, Any]:
         ValueError: this process may not read the file.
     """
     with reading(path):
-        text = path.read_bytes()
+        text = read_file(path)
     try:
-        fields = cast(dict[str, Any], parse_json(text))
-        is_unchanged = fields.pop("crc32") == checksum(fields)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        fields = parse_object(text)
+    except ValueError as error:
         raise Damaged(f"{path.name} cannot be read ({error})") from error
-    if not is_unchanged:
+    if fields.pop("crc32", None) != checksum(fields):
         raise Damaged(f"{path.name} has other bytes than were written")
     return fields
 

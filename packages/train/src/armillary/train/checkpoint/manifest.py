@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from armillary.core.files import is_file_name
+from armillary.core.validation import MAX_COUNT
 from armillary.train.checkpoint.files import file_fault, read_checked, write_checked
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.reader import Damaged
@@ -18,6 +19,7 @@ from armillary.train.checkpoint.writer import FileRecord
 MANIFEST = "manifest.json"
 FORMAT = 3
 """Version of the format, increased when older code cannot read new checkpoints. Formats 1 and 2 had pickles."""
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 @dataclass(frozen=True)
@@ -35,9 +37,9 @@ class Manifest:
         settings: values of the run's configuration as texts, by flag without leading dashes: "optimizer.min-lr".
     """
 
-    step: int
-    ranks: int
-    tokens: int
+    step: Count
+    ranks: Annotated[Count, Field(ge=1)]
+    tokens: Count
     loader: dict[str, Any]
     model: dict[str, Any]
     time: str

@@ -41,7 +41,8 @@ def write_config(config: Config) -> None:
         ValueError: the file cannot be written.
     """
     with writing_to(config.train.output) as folder:
-        text = json.dumps(asdict(config), indent=2, default=str) + "\n"
+        # Paths are absolute, so that other commands find the data from any working directory.
+        text = json.dumps(asdict(config), indent=2, default=lambda path: str(path.absolute())) + "\n"
         write_whole(folder / "config.json", lambda partial: partial.write_text(text))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.futures import Future
 
+from armillary.core.files import file_size
 from armillary.data.console.exit import one_line
 from armillary.train.checkpoint.planner import LoadPlanner
 from armillary.train.runtime.health.ranks import convert_dcp_errors
@@ -36,7 +37,8 @@ class Damaged(Exception):
 class ListedFiles(FileSystem):
     """A file system whose `ls` returns only the files of the checkpoint.
 
-    torch's reader reads every file that `ls` returns, and the folder may contain files that nobody saved there.
+    torch's reader reads every file that `ls` returns, and the folder may contain files that nobody saved there. An
+    OSError is raised for a file that is not a regular one.
     """
 
     def __init__(self, paths: list[str]) -> None:
@@ -44,6 +46,8 @@ class ListedFiles(FileSystem):
         self.paths = paths
 
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        for name in self.paths:
+            file_size(name)
         return self.paths
 
 
@@ -62,8 +66,8 @@ class TensorReader(HuggingFaceStorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns shapes and dtypes from the headers of all files.
 
-        Checks that the chunks of each tensor have as many elements as the tensor, so that no header can state a tensor
-        larger than its data.
+        Checks that the chunks of each tensor have its dtype, and as many elements as the tensor, so that no header can
+        state a tensor larger than its data.
 
         Raises:
             Damaged: a header is invalid, or a tensor is incomplete.
@@ -74,6 +78,11 @@ class TensorReader(HuggingFaceStorageReader):
             for name, entry in metadata.state_dict_metadata.items():
                 assert isinstance(entry, TensorStorageMetadata)
                 check_chunks(name, entry)
+            for index, chunk in metadata.storage_data.items():  # torch takes a tensor's dtype from its first chunk
+                entry = metadata.state_dict_metadata[index.fqn]
+                assert isinstance(entry, TensorStorageMetadata)
+                if chunk.dtype != entry.properties.dtype:
+                    raise ValueError(f"{index.fqn}: chunks of {entry.properties.dtype} and of {chunk.dtype}")
         except OSError:
             raise
         except Exception as error:  # a manipulated header can make torch fail with any exception
@@ -117,11 +126,27 @@ def load(state: dict[str, Any], folder: Path, files: Iterable[str], **options: A
         dcp.load(state, storage_reader=TensorReader(folder, files), planner=LoadPlanner(), **options)
 
 
-def saved_shapes(folder: Path, files: Iterable[str], *prefixes: str) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the checkpoint's tensors whose names begin with one of the prefixes."""
+def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Returns shape and dtype as text, equal for tensors of which one may be loaded into the other.
+
+    These have equal dtypes, or float32 and float64, the dtypes of parameters: a run may resume in the other one.
+    """
+    is_wide = dtype in (torch.float32, torch.float64)
+    return f"{tuple(shape)} of {'float32 or float64' if is_wide else str(dtype).removeprefix('torch.')}"
+
+
+def saved_tensors(folder: Path, files: Iterable[str], *prefixes: str) -> dict[str, str]:
+    """Returns descriptions of the checkpoint's tensors whose names begin with one of the prefixes, by name.
+
+    Raises:
+        Damaged, ValueError, OSError: as `TensorReader.read_metadata`.
+    """
     entries = TensorReader(folder, files).read_metadata().state_dict_metadata
-    shapes = {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    return {name: shape for name, shape in shapes.items() if name.startswith(prefixes)}
+    return {
+        name: describe_tensor(entry.size, entry.properties.dtype)
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata) and name.startswith(prefixes)
+    }
 
 
 def read_tensors(

@@ -10,7 +10,7 @@ from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest, checkpoint_fault, is_copy
 from armillary.train.checkpoint.reader import Damaged, TensorReader
 from armillary.train.checkpoint.settings import changed_settings, settings
-from armillary.train.checkpoint.state import check_model, load_state, tensor_shapes, training_state
+from armillary.train.checkpoint.state import check_model, describe_tensors, load_state, training_state
 from armillary.train.run import Run
 from armillary.train.runtime.health.ranks import Ranks
 
@@ -46,8 +46,8 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
     # 1. Checks come before any change: a run that is refused must leave damaged checkpoints where they are.
     path = folder.path_of(newest.step)
     manifest = Manifest.read(path)
-    shapes = tensor_shapes(training_state(run))
-    ranks.on_first(lambda: check_model(run, path, manifest, shapes))
+    tensors = describe_tensors(training_state(run))
+    ranks.on_first(lambda: check_model(run, path, manifest, tensors))
     try:
         run.training.load_state_dict(manifest.loader)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from armillary.data.console.exit import one_line
 from armillary.train.config.overlay import align_columns, flag, flag_text, flat
 from armillary.train.parallel import choose_axes
 from armillary.train.run import Run
@@ -24,5 +25,5 @@ def settings(run: Run, ranks: int) -> dict[str, str]:
 
 def changed_settings(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     """Returns aligned lines such as "optimizer.lr  0.003 -> 0.001". A setting in only one of the two is left out."""
-    pairs = [(name, before[name], after[name]) for name in after if name in before]
-    return align_columns([(name, old, new) for name, old, new in pairs if old != new])
+    names = [name for name in after if before.get(name, after[name]) != after[name]]
+    return align_columns([(name, one_line(before[name]), after[name]) for name in names])

@@ -21,7 +21,7 @@ from armillary.models.hub.configs import parse
 from armillary.models.hub.tensors import parameter_shapes
 from armillary.models.initialize import meta_model
 from armillary.train.checkpoint.manifest import MANIFEST, Manifest
-from armillary.train.checkpoint.reader import load, saved_shapes
+from armillary.train.checkpoint.reader import describe_tensor, load, saved_tensors
 from armillary.train.run import Run
 from armillary.train.runtime.health.ranks import Ranks, convert_dcp_errors
 from armillary.train.runtime.random_state import random_state, seed_all, set_random_state
@@ -72,9 +72,9 @@ def load_state(run: Run, path: Path, manifest: Manifest, ranks: Ranks) -> None:
 
 def random_state_to_fill(run: Run, path: Path, manifest: Manifest, rank: int) -> State:
     """Returns tensors for DCP to fill, of the random generators that both the checkpoint and this process have."""
-    shapes = saved_shapes(path, manifest.files, f"random.rank-{rank}.")
-    current = random_state(run.device)
-    return {name: x for name, x in current.items() if shapes.get(f"random.rank-{rank}.{name}") == tuple(x.shape)}
+    prefix = f"random.rank-{rank}."
+    saved, current = saved_tensors(path, manifest.files, prefix), random_state(run.device)
+    return {name: x for name, x in current.items() if saved.get(prefix + name) == describe_tensor(x.shape, x.dtype)}
 
 
 def model_description(run: Run) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def model_description(run: Run) -> dict[str, Any]:
 
 
 def saved_config(folder: Path, manifest: Manifest) -> LlamaConfig | GPTConfig:
-    """Returns the model's config in the manifest of a checkpoint, after comparing it with the saved tensors' shapes.
+    """Returns the model's config in the manifest of a checkpoint, after comparing it with the saved tensors.
 
     Raises:
         Damaged, ValueError: the manifest's model is invalid, or does not have the saved tensors.
@@ -93,25 +93,26 @@ def saved_config(folder: Path, manifest: Manifest) -> LlamaConfig | GPTConfig:
         config = parse(manifest.model)
     except ValueError as error:
         raise ValueError(f"{folder / MANIFEST}: model: {error}") from error
-    saved = saved_shapes(folder, manifest.files, "model.")
-    shapes = {name.removeprefix("model."): shape for name, shape in saved.items()}
+    saved = saved_tensors(folder, manifest.files, "model.")
     # A manifest can state any number of layers. `parameter_shapes` builds the names of all, so the number is checked
     # first: a layer has at least one tensor.
-    if config.layers > len(shapes):
-        raise ValueError(f"{folder / MANIFEST}: model: {config.layers} layers, but {len(shapes)} tensors were saved")
-    if difference := differences(shapes, parameter_shapes(meta_model, config)):
+    if config.layers > len(saved):
+        raise ValueError(f"{folder / MANIFEST}: model: {config.layers} layers, but {len(saved)} tensors were saved")
+    shapes = parameter_shapes(meta_model, config)
+    expected = {f"model.{name}": describe_tensor(shape, torch.float32) for name, shape in shapes.items()}
+    if difference := differences(saved, expected):
         raise ValueError(f"{folder / MANIFEST}: model: the saved tensors are of another model ({difference})")
     return config
 
 
-def check_model(run: Run, path: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_model(run: Run, path: Path, manifest: Manifest, tensors: Mapping[str, str]) -> None:
     """Raises ValueError if a checkpoint is of another model than `run`.
 
     Args:
-        shapes: shapes of the run's model and optimizer, from `tensor_shapes`.
+        tensors: the run's model and optimizer, from `describe_tensors`.
     """
     difference = differences(manifest.model, model_description(run)) or differences(
-        saved_shapes(path, manifest.files, "model.", "optimizer.state."), shapes
+        saved_tensors(path, manifest.files, "model.", "optimizer.state."), tensors
     )
     if difference:
         raise ValueError(
@@ -119,12 +120,12 @@ def check_model(run: Run, path: Path, manifest: Manifest, shapes: Mapping[str, t
         )
 
 
-def tensor_shapes(state: State) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the model's and the optimizer's tensors, by the names that DCP gives them."""
+def describe_tensors(state: State) -> dict[str, str]:
+    """Returns descriptions of the model's and the optimizer's tensors, by the names that DCP gives them."""
     tensors: dict[str, Any] = {f"model.{name}": tensor for name, tensor in state["model"].items()}
     for name, values in state["optimizer"]["state"].items():
         tensors |= {f"optimizer.state.{name}.{key}": value for key, value in values.items()}
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+    return {name: describe_tensor(x.shape, x.dtype) for name, x in tensors.items() if isinstance(x, Tensor)}
 
 
 def differences(saved_values: Mapping[str, Any], current: Mapping[str, Any], limit: int = 3) -> str:

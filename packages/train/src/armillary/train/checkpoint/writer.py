@@ -9,10 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from zlib import crc32
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from torch.distributed.checkpoint import SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from armillary.core.files import open_file
 from armillary.train.checkpoint.reader import SUFFIX, Damaged, TensorReader
 from armillary.train.runtime.health.ranks import Ranks
 
@@ -46,8 +48,8 @@ DTYPES = {
 class FileRecord:
     """Size of a file in bytes, and the CRC-32 of its content."""
 
-    size: int
-    crc32: int
+    size: Annotated[int, Field(ge=0)]
+    crc32: Annotated[int, Field(ge=0, lt=2**32)]
 
     def add(self, data: memoryview) -> FileRecord:
         """Returns the record once `data` is appended to the file."""
@@ -56,7 +58,7 @@ class FileRecord:
     @classmethod
     def of_file(cls, path: Path) -> FileRecord:
         record = cls(0, 0)
-        with path.open("rb") as file:
+        with open_file(path) as file:
             while block := file.read(READ_BYTES):
                 record = record.add(memoryview(block))
         return record

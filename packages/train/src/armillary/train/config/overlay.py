@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from armillary.core.files import parse_json, parse_toml
+from armillary.core.files import parse_object, parse_toml, read_file
 from armillary.data.console.exit import one_line
 from armillary.data.console.quantity import SUCH_AS, whole_number
 
@@ -27,18 +27,15 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file cannot be read, or is not TOML or JSON.
     """
-    readers = {".toml": parse_toml, ".json": parse_json}
+    readers = {".toml": parse_toml, ".json": parse_object}
     if path.suffix not in readers:
         raise ValueError(f"--config {path}: give a file that ends in .toml or .json")
     try:
-        settings: object = readers[path.suffix](path.read_text())
+        return readers[path.suffix](read_file(path))
     except OSError as error:
         raise ValueError(f"--config {path}: cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise ValueError(f"--config {path}: {one_line(str(error))}") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"--config {path}: holds no sections")
-    return dict(settings)
 
 
 def overlay_settings(

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 
+from armillary.data.console.exit import print_lines
 from armillary.data.console.table import Column, print_table
 from armillary.models import GPTConfig
 from armillary.train.config import Config
@@ -45,7 +46,7 @@ def show(result: DryRun, location: str = "") -> None:
     """
     family = "GPT" if isinstance(result.model, GPTConfig) else "LLaMA"
     axes = " x ".join(f"{name} {size}" for name, size in result.axes.items())
-    print(f"{family}, {result.parameters:,} parameters, {result.precision}{location}")
+    print_lines(f"{family}, {result.parameters:,} parameters, {result.precision}{location}")
     print(f"mesh: {axes} = {result.ranks} {'rank' if result.ranks == 1 else 'ranks'}\n")
     print_table(STEP, ([name, shape_text(shape)] for name, shape in result.shapes.items()))
     print()

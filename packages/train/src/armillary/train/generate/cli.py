@@ -53,8 +53,6 @@ def run(options: Generate) -> list[Continuation]:
     # 1. Model folder and tokenizer.
     source = find_source(options.source, options.step)
     tokenizer = None if options.ids else find_tokenizer(source, options.tokenizer, options.begin_of_document)
-    if tokenizer is None and not options.ids:
-        raise ValueError(f"{options.source}: no tokenizer is known; name one by --tokenizer, or give tokens by --ids")
     # 2. The process group, and the sharded model.
     device, owns_group = choose_device(options.train, "--device"), not dist.is_initialized()
     if owns_group:

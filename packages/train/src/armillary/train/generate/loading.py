@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from armillary.core import build_mesh, world_size
+from armillary.data.console.exit import one_line
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, load_pretrained, pretrained_config
 from armillary.models.hub.folder import weight_map
 from armillary.train.build import precision, shard_model
@@ -65,7 +66,8 @@ def intact_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int
     if newest.step is None:
         raise ValueError(f"{folder.path}: no checkpoint in it yet")
     for damaged_step, fault in newest.faults.items() if ranks.rank == 0 else ():
-        print(f"{PROGRAM}: step-{damaged_step}: {fault}; going back to step-{newest.step}", file=sys.stderr)
+        line = f"{PROGRAM}: step-{damaged_step}: {fault}; going back to step-{newest.step}"
+        print(one_line(line), file=sys.stderr)
     return newest.step
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
-from armillary.data.detection import has_tokenizer, read_tokenizer, tokenizer_of
+from armillary.core.files import read_json
+from armillary.data.detection import has_tokenizer, read_tokenizer
 from armillary.data.text.byte_tokenizer import ByteTokenizer
 from armillary.data.text.streamer import TwoWayTokenizer
-from armillary.models.hub.folder import CONFIG, ends_of_text, read_json
+from armillary.models.hub.folder import CONFIG, ends_of_text
 from armillary.train.checkpoint.folder import COMPLETE, CheckpointFolder
+from armillary.train.tokenizer import TokenSource
 
 
 @dataclass(frozen=True)
@@ -67,47 +68,29 @@ def check_steps(folder: CheckpointFolder, step: int | None) -> CheckpointFolder:
     return folder
 
 
-def find_tokenizer(source: ModelSource, name: str | None, begin: str | None) -> TwoWayTokenizer | None:
-    """Returns the tokenizer `name`, by default that of the run's data or of the Hugging Face folder; None without one.
+def find_tokenizer(source: ModelSource, name: str | None, begin: str | None) -> TwoWayTokenizer:
+    """Returns the tokenizer `name`, by default that of the run or of the Hugging Face folder.
 
     Args:
         name: tokenizer.json, a folder with one, or "bytes".
         begin: name of a token in front of each prompt; None: as the tokenizer's files say.
 
     Raises:
-        ValueError: the tokenizer cannot be read.
+        ValueError: no tokenizer is known, or it cannot be read.
     """
     if name == "bytes":
         return ByteTokenizer()
     if name is not None:
         return read_tokenizer(Path(name), begin)
-    if source.checkpoints is None:
-        return read_tokenizer(source.folder, begin) if has_tokenizer(source.folder) else None
-    return tokenizer_of_run(source.folder, begin)
-
-
-def tokenizer_of_run(folder: Path, begin: str | None) -> TwoWayTokenizer | None:
-    """Returns the tokenizer of a run's pretrained folder, else of its data: that of the store, or bytes for plain text.
-
-    None if the run trained on a synthetic task, has no config.json, or its pretrained folder or store has no tokenizer.
-
-    Raises:
-        ValueError: the tokenizer or the run's config.json cannot be read.
-    """
-    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    data, model = (config.get(name) or {} for name in ("data", "model"))
-    if not isinstance(data, dict) or not isinstance(model, dict):
-        raise ValueError(f"{folder / CONFIG}: data={data!r} and model={model!r} must be objects")
-    # A pretrained folder's tokenizer comes first, because the run tokenizes text with it.
-    data, model = cast(dict[str, Any], data), cast(dict[str, Any], model)
-    pretrained, paths = model.get("pretrained"), data.get("path") or []
-    if isinstance(pretrained, str) and has_tokenizer(Path(pretrained)):
-        return read_tokenizer(Path(pretrained), begin)
-    if not config or data.get("task") is not None or pretrained is not None:
-        return None
-    if not isinstance(paths, list):
-        raise ValueError(f"{folder / CONFIG}: data.path={paths!r} must be a list")
-    return tokenizer_of(Path(str(paths[0])), begin) if paths else ByteTokenizer()
+    try:
+        if source.checkpoints is not None:
+            return TokenSource.read(source.folder).tokenizer(begin)[0]
+        if has_tokenizer(source.folder):
+            return read_tokenizer(source.folder, begin)
+        raise ValueError("the folder has none")
+    except ValueError as error:
+        advice = "name one by --tokenizer, or give tokens by --ids"
+        raise ValueError(f"{source.folder}: no tokenizer is known ({error}); {advice}") from error
 
 
 def stops_of(source: ModelSource, tokenizer: TwoWayTokenizer | None) -> list[int]:

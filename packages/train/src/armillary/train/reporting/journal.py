@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from armillary.core.files import parse_json
+from armillary.core.files import open_file, parse_json
 from armillary.train.reporting.metrics import StepMetrics
 
 BUFFER = 1 << 20
@@ -75,7 +75,7 @@ def cut(path: Path, step: int) -> None:
     """
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with open_file(path) as file:
         kept_bytes = 0
         for line in file:
             record = parse_record(line)
@@ -91,7 +91,7 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         OSError: the file cannot be read.
     """
-    with path.open("rb") as file:
+    with open_file(path) as file:
         for line in file:
             record = parse_record(line)
             if record is not None:

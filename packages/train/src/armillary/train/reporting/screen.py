@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from armillary.data.console.exit import printable
 from armillary.train.reporting.metrics import StepMetrics, average
 
 RECENT = 3600.0
@@ -61,5 +62,5 @@ class Screen:
         self.progress.stop()
 
     def print(self, line: str) -> None:
-        self.console.print(line, markup=False)
+        self.console.print(printable(line), markup=False)
         self.console.file.flush()

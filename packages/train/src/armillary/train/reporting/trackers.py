@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from armillary.core.files import write_whole
+from armillary.core.files import read_file, write_whole
 from armillary.train.reporting.metrics import StepMetrics
 
 
@@ -92,4 +92,4 @@ class WeightsAndBiases:
         path = self.folder / "wandb-id"
         if fresh or not path.exists():
             write_whole(path, lambda partial: partial.write_text(secrets.token_hex(4)))
-        return path.read_text()
+        return read_file(path).decode()

@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter
 
-from armillary.core.files import writing
+from armillary.core.files import open_file, read_file, writing
 from armillary.train.runtime.health.process import is_running, machine, start_time
 
 NUMBERED = re.compile(r"(\d+)\.(held|released)")
@@ -64,7 +64,7 @@ class Holder:
     def read(cls, path: Path) -> Holder | None:
         """Returns the holder in a lock's file; None if the file does not exist or is incomplete."""
         try:
-            return TypeAdapter(cls).validate_json(path.read_bytes(), strict=True)
+            return TypeAdapter(cls).validate_json(read_file(path), strict=True)
         except (FileNotFoundError, ValueError):
             return None
 
@@ -198,7 +198,7 @@ def heartbeat(path: Path) -> tuple[int, bytes] | None:
     Opens the file instead of calling `stat`, because network file systems refresh cached attributes on `open`.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             return os.fstat(file.fileno()).st_mtime_ns, file.read()
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ESTALE):

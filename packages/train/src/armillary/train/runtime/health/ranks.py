@@ -54,7 +54,7 @@ class Ranks:
         try:
             answer = action(), None
         except Exception as error:
-            cause, answer = error, (None, (shared_type(error) or RuntimeError, str(error)))
+            cause, answer = error, (None, failure(error))
         self.barrier()  # names missing ranks, which an all-gather that times out does not
         answers: list[Any] = [None] * self.size
         dist.all_gather_object(answers, answer, group=self.group)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armillary.core import compat
-from armillary.data.console.exit import REFUSALS, one_line
+from armillary.data.console.exit import REFUSALS, one_line, printable
 from armillary.train.runtime.health.heartbeat import Heartbeat, missing_ranks, recorded_calls
 from armillary.train.runtime.health.launcher import Launcher
 from armillary.train.runtime.health.stacks import communicates, current_stack, location_of, waits
@@ -231,7 +231,7 @@ class Watchdog:
     def _print(self, *lines: str) -> None:
         rank = self._heartbeats.rank
         with suppress(OSError):  # the process that reads this output may be gone
-            sys.stderr.write("".join(f"[rank {rank}] {self.program}: {line}\n" for line in lines))
+            sys.stderr.write("".join(f"[rank {rank}] {self.program}: {printable(line)}\n" for line in lines))
             sys.stderr.flush()
 
 
