@@ -4,9 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -20,6 +22,10 @@ INTERPRETED = {**os.environ, "TRITON_INTERPRET": "1"}
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.skipif(
+    find_spec("triton") is not None and version("triton") < "3.7" and np.__version__ >= "2.4",
+    reason="the interpreter of Triton 3.6, which torch 2.11 installs, needs NumPy 2.3",
+)
 @pytest.mark.parametrize(("every", "count"), [(7, 40), pytest.param(1, 250, marks=pytest.mark.long)])
 def test_fused_kernel_equals_torch_ops(every, count):
     command = [sys.executable, "-W", "ignore", CASES, str(every)]
@@ -133,3 +139,34 @@ def test_no_kernel_is_compiled_without_a_gpu(monkeypatch):
 def test_torch_ops_merge_without_a_working_triton():
     with pytest.warns(UserWarning, match="Triton"):
         assert merge.fused_kernel.__wrapped__("cuda") is None
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_first_merge_under_fake_tensors_leaves_the_kernel_on(monkeypatch):
+    """The trial of the kernel runs on real tensors, because its outcome is cached for the process."""
+    from armillary.core.collectives import fused_merge
+
+    make, tried = merge.trial_tensors, []
+    monkeypatch.setattr(merge, "trial_tensors", lambda device: make("cpu"))
+    monkeypatch.setattr(fused_merge, "fused_merge_", lambda *tensors: tried.extend(tensors))
+    with FakeTensorMode():
+        assert merge.fused_kernel.__wrapped__("cuda") is fused_merge.fused_merge_
+    assert [type(x) for x in tried] == [torch.Tensor] * 4
+
+
+def test_fake_tensors_do_not_start_the_trial(monkeypatch):
+    tried = []
+    monkeypatch.setattr(merge, "fused_kernel", tried.append)
+    with FakeTensorMode() as mode:
+        merge.merge_(*map(mode.from_tensor, results()))
+    merge.merge_(*results())
+    assert tried == ["cpu"]
+
+
+def test_trial_compiles_a_program_for_common_models():
+    out, lse, part_out, part_lse = merge.trial_tensors("cpu")
+    assert merge.fuses(out, lse, part_out, part_lse) and out.ndim == merge.MAX_DIMS
+    assert part_out.dtype == torch.bfloat16 and out.shape[-1] == 128
+    # Triton compiles separate programs for arguments of 1 and for those that 16 does not divide.
+    arguments = [*out.shape[1:], *(stride for x in (out, lse, part_out, part_lse) for stride in x.stride())]
+    assert all(value % 16 == 0 for value in arguments if value != 1)

@@ -368,19 +368,35 @@ def test_exchanges_are_one_batch_if_the_backend_has_batches():
     assert compat.start_batch(single, {}, {}) == []
 
 
-def bound_duplicates() -> tuple[bool, float]:
-    """Duplicates an axis of two ranks under a bound device; returns whether only the world stays bound, and a sum."""
+def groups_of_a_bound_world() -> tuple[list[torch.device | None], list[torch.device | None], float]:
+    """Creates a duplicate and a part of an axis while the default group is bound to a device.
+
+    Returns the default group's device while each group is created and afterwards, the device of each group, and a sum
+    over the duplicate.
+    """
+    c10d: Any = dist.distributed_c10d
     world, axis = dist.group.WORLD, Axis.of(mesh(ring=2, ulysses=2)["ulysses"])
+    world_devices, helper = list[torch.device | None](), c10d._new_process_group_helper
+    c10d._new_process_group_helper = lambda *arguments, **options: (
+        world_devices.append(world.bound_device_id) or helper(*arguments, **options)
+    )
     world.bound_device_id = torch.device("cuda", 7)
     try:
-        copy = axis.duplicate()
-        only_world_bound = copy.group.bound_device_id is None and world.bound_device_id == torch.device("cuda", 7)
+        groups = [axis.duplicate().group, axis.part([axis.rank]).group]
+        world_devices.append(world.bound_device_id)
     finally:
-        world.bound_device_id = None
+        world.bound_device_id, c10d._new_process_group_helper = None, helper
     total = torch.tensor(1.0 + dist.get_rank())
-    dist.all_reduce(total, group=copy.group)
-    return only_world_bound, total.item()
+    dist.all_reduce(total, group=groups[0])
+    return world_devices, [group.bound_device_id for group in groups], total.item()
 
 
-def test_groups_of_some_ranks_are_not_split_from_the_bound_group(worlds):
-    assert worlds(4).run(bound_duplicates) == [(True, 3.0)] * 2 + [(True, 7.0)] * 2
+def test_groups_made_from_an_axis_are_bound_to_the_chosen_device_without_a_split():
+    """torch would split the default group's communicator if that were bound meanwhile.
+
+    nccl2 of torch 2.15 would bind a group without a device to the GPU with the number LOCAL_RANK.
+    """
+    chosen = torch.device("cuda", 7)
+    with World(4) as world:  # shared ranks may have made these groups already
+        for rank, result in enumerate(world.run(groups_of_a_bound_world)):
+            assert result == ([None, None, chosen], [chosen, chosen], 3.0 if rank < 2 else 7.0)

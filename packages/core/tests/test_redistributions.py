@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from armillary.core import CommLedger, all_gather, head_to_seq, merge_scatter, reduce_scatter, seq_to_head
+from armillary.core import CommLedger, all_gather, compat, head_to_seq, merge_scatter, reduce_scatter, seq_to_head
 from armillary.core.logsumexp_partial import LogSumExpPartial, pack_partial, unpack_partial
 from armillary.core.testing import mesh
 from armillary.core.testing.dtensors import draw_placements, local_part, place
@@ -168,3 +168,23 @@ def placed_as_by_torch(count: int) -> list[str]:
 
 def test_placed_is_distributed(worlds):
     assert worlds(8).run(placed_as_by_torch, 25) == [[]] * 8
+
+
+def gradients_of_uneven_shards(old_torch: bool) -> list[bool]:
+    """Compares gradients through `to_local`, which come in the layout of their tensor and in another."""
+    over, actual = mesh(ring=2)["ring"], []
+    for full in (random(2, 3, 7, 2), random(2, 2, 7, 3).transpose(0, 2)):
+        x = distribute_tensor(random(1, 3, 7, 2), over, [Shard(1)]).requires_grad_()
+        local = compat._ToLocal.apply(x, [Shard(1)]) if old_torch else compat.to_local(x, [Shard(1)])
+        upstream = full.chunk(2, 1)[over.get_local_rank()]
+        (gradient,) = torch.autograd.grad(local, x, upstream, retain_graph=True)
+        local.backward(upstream)  # torch 2.11 accumulates by stride
+        actual += [each.placements == (Shard(1),) and each.shape == x.shape for each in (gradient, x.grad)]
+        actual += [torch.equal(each.full_tensor(), full) for each in (gradient, x.grad)]
+        actual.append(not old_torch or gradient.stride() == x.stride())
+    return actual
+
+
+@pytest.mark.parametrize("old_torch", [False, True])
+def test_gradients_of_uneven_shards_stay_sharded(worlds, old_torch):
+    assert all(all(rank) for rank in worlds(2).run(gradients_of_uneven_shards, old_torch))

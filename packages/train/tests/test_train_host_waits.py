@@ -37,8 +37,8 @@ SIZES = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecuti
 """Ops whose result or its shape depends on device values."""
 
 
-NEEDS_TORCH_2_12 = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="torch 2.11 builds tensors from Python numbers outside of dispatch modes"
+NEEDS_TORCH_2_15 = pytest.mark.skipif(
+    torch.__version__ < "2.15", reason="before 2.15 torch builds tensors from Python numbers outside of dispatch modes"
 )
 
 
@@ -92,8 +92,8 @@ def devices_of_copy(name, args, kwargs):
 @pytest.mark.parametrize(
     ("op", "line"),
     [
-        pytest.param("from numbers", lambda x: x[[0, 2]], marks=NEEDS_TORCH_2_12),
-        pytest.param("from numbers", lambda x: torch.tensor([1, 2], device=x.device), marks=NEEDS_TORCH_2_12),
+        pytest.param("from numbers", lambda x: x[[0, 2]], marks=NEEDS_TORCH_2_15),
+        pytest.param("from numbers", lambda x: torch.tensor([1, 2], device=x.device), marks=NEEDS_TORCH_2_15),
         ("item", lambda x: float(x[0])),
         ("item", lambda x: bool(x[0] > 0)),
         ("from cpu to meta", lambda x: torch.zeros(3).to(x.device)),

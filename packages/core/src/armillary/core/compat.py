@@ -72,7 +72,8 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: 
     Args:
         ranks: global ranks of the group, in its order.
         name: name of the group, the same on all of its ranks. No other group of these ranks may have it.
-        timeout: time that an operation on the group may wait; by default the backend's default.
+        timeout: time that an operation on the group may wait; by default the backend's default. The group is bound to
+            the device of the default group, if that is bound to one.
         like: `priority_options` of another group, whose priority and CTA limit the new group gets.
     """
     # `dist.new_group(use_local_synchronization=True)` derives the name from the number of groups that this rank has
@@ -83,10 +84,11 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: 
     duration: timedelta = c10d._get_default_timeout(c10d.Backend(backend)) if timeout is None else timeout
     members = len(ranks), list(ranks).index(dist.get_rank()), list(ranks)
     # With a bound device torch would split the default group's NCCL communicator, which waits for all of its ranks.
+    # The new group is bound to the same device. Without one, torch 2.15 would take the GPU with the number LOCAL_RANK.
     bound, default.bound_device_id = default.bound_device_id, None
     try:
         options = None if like is None else high_priority(duration, like.config.max_ctas)
-        settings = {"backend_options": options, "timeout": duration}
+        settings = {"backend_options": options, "timeout": duration, "device_id": bound}
         group, _ = c10d._new_process_group_helper(*members, c10d.Backend(backend), store, name, **settings)
     finally:
         default.bound_device_id = bound
@@ -146,6 +148,17 @@ def all_gather_single(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist
     # torch 2.13 renames the function and deprecates the old name.
     current: Any = getattr(dist, "all_gather_single", None)
     return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))
+
+
+def all_to_all_single(
+    into: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
+) -> dist.Work:
+    """Starts an all-to-all of flat tensors: sends send[w] elements to rank w of the group, and receives receive[w]."""
+    if not sum(send) and dist.get_backend(group) == "fake":
+        # The fake group of torch 2.13 fills `into` with copies of `x`, and raises if `x` is empty.
+        into, receive = into[:0], [0] * len(receive)
+    work: Any = dist.all_to_all_single(into, x, list(receive), list(send), group=group, async_op=True)
+    return cast(dist.Work, work)
 
 
 def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> list[dist.Work]:
@@ -216,6 +229,40 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
 def local_part(x: Tensor) -> Tensor:
     """Returns the local tensor of a DTensor; a plain tensor unchanged."""
     return x.to_local() if is_dtensor(x) else x
+
+
+def to_local(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+    """Returns `x.to_local(grad_placements=grad_placements)`, differentiably, for shards of any sizes."""
+    if torch.compiler.is_compiling() or torch.__version__ >= "2.15":
+        return x.to_local(grad_placements=grad_placements)
+    return cast(Tensor, _ToLocal.apply(x, grad_placements))
+
+
+class _ToLocal(torch.autograd.Function):
+    """`to_local`, whose gradient has the stride of its tensor.
+
+    Before torch 2.15 the gradient has the stride of a tensor whose shards all have the size of this rank's shard. If
+    another rank's shard is larger or smaller, torch 2.11 gathers the gradient when it is accumulated.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
+        from torch.distributed.tensor import Replicate
+
+        local = x.to_local()
+        if grad_placements is None:
+            grad_placements = [Replicate() if placement.is_partial() else placement for placement in x.placements]
+        ctx.spec, ctx.local_stride = (x.device_mesh, grad_placements, x.shape, x.stride()), local.stride()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[DTensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        from torch.distributed.tensor import DTensor
+
+        (grad,), (mesh, placements, shape, stride) = grads, ctx.spec
+        if grad.stride() != ctx.local_stride:
+            grad, stride = grad.contiguous(), torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride), None
 
 
 class OpRefused(NotImplementedError, ValueError):
@@ -455,6 +502,15 @@ def profiling() -> bool:
     return cast(Any, torch.autograd)._profiler_enabled()
 
 
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def stager_is_reusable() -> bool:
+    """Returns True if a `DefaultStager` of torch can copy more than one state dict, and reuses its buffers for that."""
+    # torch 2.11 and 2.12 close the stager after each copy; the next one raises KeyError.
+    return torch.__version__ >= "2.13"
+
+
 # -- torch.compile ----------------------------------------------------------------------------------------------------
 
 
@@ -510,6 +566,13 @@ def outside_modes(function: F) -> F:
             return function(*args, **kwargs)
 
     return cast(F, call)
+
+
+def traceable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that torch.compile can trace, for one that a torch function mode has received."""
+    # Under a mode dynamo inlines the methods of Tensor that are written in Python. Before torch 2.15 it cannot trace
+    # the one that calls `super()`. The function of the same name is not written in Python.
+    return torch.unflatten if function is Tensor.unflatten else function
 
 
 def assert_later(condition: Tensor, message: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from armillary.core import compat
 from armillary.core.mesh import Axis
 
 
@@ -115,7 +116,7 @@ def local_of(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> 
     """
     if grad_placements is None:
         grad_placements = tuple(Replicate() if p.is_partial() else p for p in x.placements)
-    return x.to_local(grad_placements=grad_placements)
+    return compat.to_local(x, grad_placements)
 
 
 def dtensor_like(

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from armillary.core import compat
 from armillary.core.layout import SequenceLayout, shard_order
 from armillary.core.placements import check_chunks, chunk_sizes, describe, from_local
 from armillary.core.validation import check_dim, check_tensor
@@ -156,7 +157,7 @@ def gather_sequence(
     # reverse of the order in which DTensor cuts.
     x = x.redistribute(placements=[Replicate() if placement.is_partial() else placement for placement in x.placements])
     x = _redistribute_by_dim(x, range(x.device_mesh.ndim)[::-1], Replicate())
-    in_shard_order = x.to_local(grad_placements=grad_placements)
+    in_shard_order = compat.to_local(x, grad_placements)
     return in_shard_order.index_select(token_dim, shard_order(layout).argsort().to(in_shard_order.device))
 
 

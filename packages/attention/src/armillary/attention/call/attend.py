@@ -14,6 +14,7 @@ from armillary.attention.call.project import project_eagerly
 from armillary.attention.call.projections import Projections
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import cast_for_autocast, check_call, check_sinks
+from armillary.core import compat
 
 
 def attend(
@@ -27,6 +28,15 @@ def attend(
         check_sinks(sinks, q.shape[-2], q.device)
         key = GraphKey.of(method, q.shape[-1], options, _sizes_for_shapes(method, q.shape[1], k.shape[1], options))
         return trace_call(key, [q, k, v], head_sinks(sinks), CallNumbers.of(options))
+    return _attend_eagerly(method, q, k, v, sinks, options)
+
+
+# After a graph break in a caller, torch.compile would compile each function below this one. torch 2.11 fails at their
+# `NamedTuple._replace`.
+@compat.outside_graphs
+def _attend_eagerly(
+    method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
     call = AttentionCall(method, check_call(method, q, k, v, sinks, options), options.return_lse)
     return run_call(call, q, k, v, head_sinks(sinks))
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.overrides import TorchFunctionMode
 
 from armillary.attention.call.projections import Projections
+from armillary.core import compat
 
 
 def with_local_parameters(projections: Projections, sharding_axes: frozenset[str]) -> Projections:
@@ -88,7 +89,7 @@ class LocalPartsMode(TorchFunctionMode):
                 Partial() if name in self.sharding_axes and placement == Replicate() else placement
                 for name, placement in zip(names, value.placements, strict=True)
             ]
-            return value.to_local(grad_placements=gradient)
+            return compat.to_local(value, gradient)
         if type(value) in (list, tuple):
             return type(value)(self.local(item) for item in value)
         return value

@@ -13,8 +13,10 @@ from armillary.attention.call.projections import Projections
 from armillary.attention.call.recompute import capture_autocast
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import check_projected_call, check_transforms
+from armillary.core import compat
 
 
+@compat.outside_graphs  # as `_attend_eagerly`
 def project_eagerly(
     method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
 ) -> Tensor:

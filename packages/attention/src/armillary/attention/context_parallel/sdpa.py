@@ -146,8 +146,10 @@ class Routing(TorchFunctionMode):
             # flex_attention always runs in a graph, where an error would name neither the module nor the remedy:
             # `check_used` raises at the end of the block.
             self.unrouted = "flex_attention"
-        # Dynamo cannot trace the walk over stack frames.
-        if not torch.compiler.is_compiling() and _is_attention_op(func):
+        if torch.compiler.is_compiling():
+            return compat.traceable(func)(*args, **(kwargs or {}))
+        # Dynamo cannot trace this walk over stack frames.
+        if _is_attention_op(func):
             raise ValueError(f"{func} attends to this rank's tokens alone; call F.scaled_dot_product_attention instead")
         return func(*args, **(kwargs or {}))
 

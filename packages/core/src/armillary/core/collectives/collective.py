@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from armillary.core import compat
 from armillary.core.collectives.exchange import finish
 from armillary.core.mesh import Axis
 from armillary.core.observe.trace import end_span_on_wait, record
@@ -63,8 +64,7 @@ def start_parts(axis: Axis, values: Tensor, send: Sequence[int], receive: Sequen
     buffer, own_count = values.new_empty(sum(receive)), send[axis.rank]
     messages = len(send) - send.count(0) - (own_count > 0)
     trace_record = record(axis.name, kind, values.nbytes - own_count * values.itemsize, messages)
-    work = dist.all_to_all_single(buffer, values.view(-1), list(receive), list(send), group=axis.group, async_op=True)
-    works = (cast(dist.Work, work),)
+    works = (compat.all_to_all_single(buffer, values.view(-1), receive, send, axis.group),)
     return PartsInFlight(values, buffer, works if trace_record is None else end_span_on_wait(works, trace_record))
 
 

@@ -66,9 +66,10 @@ def merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None
     On CUDA this is one Triton kernel if Triton is available and `fuses` accepts the tensors. For part_out in 16 bits it
     moves 10 bytes per element: reads 2 of part_out and 4 of out, writes 4 of out. torch's ops move 18.
     """
-    if not torch.compiler.is_compiling():  # inductor fuses torch's ops itself
+    # Inductor fuses torch's ops itself.
+    if not torch.compiler.is_compiling() and fuses(out, lse, part_out, part_lse):
         kernel = fused_kernel(out.device.type)
-        if kernel is not None and fuses(out, lse, part_out, part_lse):
+        if kernel is not None:
             kernel(out, lse, part_out, part_lse)
             return
     merge_by_ops_(out, lse, part_out, part_lse)
@@ -78,6 +79,7 @@ MergeKernel = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 
 @cache
+@compat.outside_modes  # on fake tensors the trial would fail, and the kernel be off for the whole process
 def fused_kernel(device_type: str) -> MergeKernel | None:
     """Returns the fused kernel for "cuda"; None for other devices, without Triton, and if Triton cannot compile it."""
     if device_type != "cuda" or find_spec("triton") is None:
@@ -85,13 +87,26 @@ def fused_kernel(device_type: str) -> MergeKernel | None:
     try:
         from armillary.core.collectives.fused_merge import fused_merge_
 
-        # Compiles the kernel on a tiny input, so that a failure occurs here and not in the middle of attention.
-        fused_merge_(*(torch.zeros(shape, device=device_type) for shape in ((1, 1), 1, (1, 1), 1)))
+        # Compiles the kernel in a trial, so that a failure occurs here and not in the middle of attention.
+        fused_merge_(*trial_tensors(device_type))
     except Exception as error:  # no C compiler, unknown driver, old GPU: Triton raises many types
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         warn(f"partial attention is merged by several kernels: Triton does not compile one ({reason})", stacklevel=3)
         return None
     return fused_merge_
+
+
+def trial_tensors(device_type: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns small tensors (out, lse, part_out, part_lse) for which Triton compiles a program that models use too.
+
+    These are models in bfloat16 with head dim 128, and tokens and heads in multiples of 16: Triton compiles a program
+    for each dtype and head dim, and others for arguments that 16 does not divide. As from flash attention, lse has
+    [B, H, T] in memory.
+    """
+    tokens, heads, dim = 16, 16, 128
+    out = torch.zeros(1, tokens, heads, dim, device=device_type)
+    lse, part_lse = (torch.zeros(1, heads, tokens, device=device_type).transpose(1, 2) for _ in range(2))
+    return out, lse, out.to(torch.bfloat16), part_lse
 
 
 def fuses(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> bool:

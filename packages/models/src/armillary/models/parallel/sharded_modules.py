@@ -81,7 +81,7 @@ def local(parameter: DTensor) -> Tensor:
     Its gradient has the parameter's placement. The gradient of a replicated parameter is `Partial`.
     """
     (placement,) = parameter.placements
-    return parameter.to_local(grad_placements=[Partial() if placement == Replicate() else placement])
+    return compat.to_local(parameter, [Partial() if placement == Replicate() else placement])
 
 
 def shard_module(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mapping[str, Placement]) -> M:

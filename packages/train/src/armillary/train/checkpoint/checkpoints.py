@@ -15,6 +15,7 @@ from typing import Self, cast
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from armillary.core import compat
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.output import checkpoint_folder, write_config
 from armillary.train.checkpoint.restoring import restore
@@ -67,8 +68,10 @@ class Checkpoints:
         self._saving: Background | None = None
         # The stager copies the state to the host; on CUDA through pinned memory, without blocking the host.
         cuda = run.device.type == "cuda"
-        options = StagingOptions(cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda)
-        self._stager = DefaultStager(options)
+        self._staging = StagingOptions(
+            cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+        )
+        self._stager = DefaultStager(self._staging)
 
     def __enter__(self) -> Self:
         return self
@@ -125,6 +128,8 @@ class Checkpoints:
             self._try_to_save(step, saved_state(self.run, self.ranks.rank), self._manifest(step))
             return
         # Copies the state to the host, so that the next step may change it while a thread writes.
+        if not compat.stager_is_reusable():
+            self._stager = DefaultStager(self._staging)
         copy = cast(State, self._stager.stage(saved_state(self.run, self.ranks.rank)))
         self._saving = Background(f"step-{step}", partial(self._try_to_save, step, copy, self._manifest(step)))
 
