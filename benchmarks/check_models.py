@@ -2,15 +2,18 @@
 
     python benchmarks/check_models.py                          # all: some 20 minutes on two cores
     python benchmarks/check_models.py --families mistral bert   # only these, without a report
+    python benchmarks/check_models.py --families bert --update  # only these rows of the report
 
 Each is a tiny random copy on 4 ranks (ring=2, ulysses=2), with packed documents and activation checkpointing.
-`refused`: a ValueError, because the library does not shard this architecture. `failed`: another error. `not built`: no
-tiny copy of it can be made.
+`refused`: a ValueError, because the library does not shard this architecture. `not judged`: right, but the copy does
+not exercise a mechanism of the architecture, such as a selection of keys. `failed`: another error. `not built`: no tiny
+copy of it can be made.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 import warnings
@@ -19,12 +22,13 @@ from statistics import median
 from typing import Any
 
 import transformers
-from report import write
+from report import RESULTS, write
 from transformers_models import families
 
 from armillary.attention.check import error_line
 from armillary.core.testing import RankFailed, Worlds
 from armillary.integrations.check.cli import check_architecture, document_boundaries
+from armillary.integrations.check.mechanisms import NotJudged
 
 RING, ULYSSES, TOKENS = 2, 2, 64
 VARIANTS = ("recompute",)
@@ -43,6 +47,8 @@ def outcome(family: str, worlds: Worlds, ring: int = RING, ulysses: int = ULYSSE
             variants=VARIANTS,
             worlds=worlds,
         )
+    except NotJudged as error:
+        verdict, reason, worst = "not judged", str(error), None
     except ValueError as error:
         verdict, reason, worst = "not built", str(error), None
     except RankFailed as failure:
@@ -63,9 +69,17 @@ def outcome(family: str, worlds: Worlds, ring: int = RING, ulysses: int = ULYSSE
     }
 
 
+def updated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the rows of the report, in the order of `families`, with these in place of theirs."""
+    old_rows = json.loads((RESULTS / "check.json").read_text())["rows"]
+    by_family = {row["model type"]: row for row in (*old_rows, *rows)}
+    return [by_family[family] for family in families() if family in by_family]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", help="default: all")
+    parser.add_argument("--update", action="store_true", help="write these families' rows into the report")
     options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
@@ -74,19 +88,20 @@ def main() -> None:
         rows.append(outcome(family, worlds))
         print(*rows[-1].values(), flush=True)
     worlds.close()
+    if options.update:
+        rows = updated(rows)
     counts = Counter(row["verdict"] for row in rows)
     print(dict(counts))
-    if not options.families:
-        compared = [row for row in rows if row["verdict"] in ("right", "wrong")]
-        seconds = [row["seconds"] for row in compared]
+    if options.update or not options.families:
+        seconds = [row["seconds"] for row in rows if row["verdict"] in ("right", "wrong")]
         notes = [
-            f"{counts['right']} right, {counts['wrong']} wrong, {counts['refused']} refused, "
-            f"{counts['not built'] + counts['failed']} without a tiny copy that runs, of {len(rows)}.",
+            f"{counts['right']} right, {counts['wrong']} wrong, {counts['not judged']} not judged, {counts['refused']} "
+            f"refused, {counts['not built'] + counts['failed']} without a tiny copy that runs, of {len(rows)}.",
             f"Seconds of one check: {median(seconds):.0f} in the median, {max(seconds):.0f} at most, "
             "with other work on the machine.",
         ]
-        rows = [{name: value for name, value in row.items() if name != "reason"} for row in compared]
-        write("check", "Checks of Hugging Face architectures", rows, notes)
+        rows = [{name: value for name, value in row.items() if name != "reason"} for row in rows]
+        write("check", "Checks of Hugging Face architectures", rows, notes, command="python benchmarks/check_models.py")
     sys.exit(bool(counts["wrong"]))
 
 

@@ -17,10 +17,18 @@ RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
 
 
 def write(
-    name: str, title: str, rows: Sequence[dict[str, Any]], notes: Sequence[str] = (), folder: Path = RESULTS
+    name: str,
+    title: str,
+    rows: Sequence[dict[str, Any]],
+    notes: Sequence[str] = (),
+    folder: Path = RESULTS,
+    command: str | None = None,
 ) -> str:
-    """Writes `name`.json and .md to `folder` and returns the table. All rows have the same keys."""
-    command = shlex.join(["python", str(Path(sys.argv[0]).as_posix()), *sys.argv[1:]])
+    """Writes `name`.json and .md to `folder` and returns the table. All rows have the same keys.
+
+    `command` is shown as the command line; by default that of this process.
+    """
+    command = command or shlex.join(["python", str(Path(sys.argv[0]).as_posix()), *sys.argv[1:]])
     machine = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
     table = f"# {title}\n\n    {command}\n\n{machine}\n\n{as_table(rows)}\n" + "".join(f"\n- {note}" for note in notes)
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,12 +3,16 @@
 import json
 
 import pytest
+import torch
 
 transformers = pytest.importorskip("transformers")
 
 from armillary.core import SequenceLayout  # noqa: E402
+from armillary.integrations.check import cli  # noqa: E402
 from armillary.integrations.check.cli import check_architecture, document_boundaries, main  # noqa: E402
-from armillary.integrations.check.tiny import load_config, tiny_config  # noqa: E402
+from armillary.integrations.check.mechanisms import NotJudged, check_mechanisms  # noqa: E402
+from armillary.integrations.check.tiny import check_size, load_config, model_class, tiny_config  # noqa: E402
+from armillary.integrations.transformers.states import shards_states  # noqa: E402
 
 QWEN = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 QWEN |= {"head_dim": 128, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
@@ -97,6 +101,47 @@ def test_right_models_pass(worlds, model_type, ring, ulysses):
     )
     report.assert_right()
     assert not report.notes
+
+
+STATES = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2", "kimi_linear", "olmo_hybrid")
+STATES += ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text")
+
+
+@pytest.mark.parametrize("model_type", STATES)
+def test_tiny_copies_have_layers_with_a_state(model_type):
+    config = tiny_config(load_config(model_type), 64)
+    check_size(config)
+    with torch.device("meta"):
+        model = model_class(config).from_config(config)
+    assert any(shards_states(type(module)) for module in model.modules())
+
+
+@pytest.mark.parametrize("model_type", ["mamba2", pytest.param("zamba2", marks=pytest.mark.long)])
+def test_copies_with_states_are_right(worlds, model_type):
+    report = check_architecture(
+        model_type, ring=2, tokens=32, documents=document_boundaries(32), variants=("recompute",), worlds=worlds
+    )
+    report.assert_right()
+
+
+def test_a_selection_that_a_copy_lacks_or_does_not_need_is_not_judged():
+    sparse = tiny_config(load_config("minimax_m3_vl_text"), 64)
+    check_mechanisms(sparse, 64, every_mechanism=False)
+    with pytest.raises(NotJudged, match="Indexer"):
+        check_mechanisms(sparse, 64, every_mechanism=True)
+    indexed = tiny_config(load_config("deepseek_v32"), 64)
+    with pytest.raises(NotJudged, match=r"Indexer.*\b64\b"):
+        check_mechanisms(indexed, 64, every_mechanism=False)
+    indexed.index_topk = 7
+    check_mechanisms(indexed, 64, every_mechanism=True)
+
+
+@pytest.mark.parametrize(("model_type", "code"), [("minimax_m3_vl_text", 2), ("llama", 0)])
+def test_a_right_result_without_the_mechanism_exits_with_2(worlds, capsys, monkeypatch, model_type, code):
+    report = check_architecture("llama", ring=2, tokens=16, variants=(), worlds=worlds)
+    monkeypatch.setattr(cli, "check_model", lambda *_, **__: report)
+    assert outcome(worlds, model_type) == code
+    assert ("Indexer" in capsys.readouterr().err) == (code == 2)
 
 
 @pytest.mark.parametrize("tokens", [2, 4, 5, 64])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from armillary.attention import AttentionMask, Local, Ring, Ulysses, sequence
+from armillary.attention import AttentionMask, ContextParallel, Local, Ring, Ulysses, sequence
 from armillary.core.testing import mesh, relative_error
 from armillary.integrations import register_transformers
 
@@ -150,6 +150,62 @@ def test_a_sharded_hybrid_equals_one_rank(worlds, family, method, kind, document
             assert not actual.any(), name
         else:
             assert relative_error(actual, grad) < 1e-8, name
+
+
+class HeadWithoutOptions(transformers.Mamba2PreTrainedModel):
+    """A user's model whose forward takes no options; its backbone has the same config."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.backbone = transformers.Mamba2Model(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, VOCABULARY, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids, position_ids=None):
+        return self.lm_head(self.backbone(input_ids)[0])
+
+
+def build_user_model():
+    whole = build("Mamba2", "eager")
+    built = HeadWithoutOptions(whole.config).double().train()
+    built.load_state_dict(whole.state_dict())
+    return built
+
+
+def prepared_on_a_shard(users: bool):
+    """Loss and gradients of a prepared model whose layers are recomputed in backward."""
+    cp = ContextParallel("ring", mesh(ring=2))
+    built = cp.prepare(build_user_model() if users else build("Mamba2", "eager"))
+    built.gradient_checkpointing_enable({"use_reentrant": False})
+    with in_float64():
+        with cp.shard(tokens()[0], documents=DOCUMENTS["each row its own"]) as batch:
+            # Only the options of the backbone tell it the layout.
+            output = built(batch.ids, batch.position_ids) if users else built(**batch.inputs, use_cache=False).loss
+            loss = cp.loss(output, batch)
+        with cp.shard(tokens()[0]) as batch, torch.no_grad():  # other documents, before backward recomputes the layers
+            built(batch.ids, position_ids=batch.position_ids)
+        loss.backward()
+    cp.reduce_gradients(built)
+    return float(loss), [p.grad for p in built.parameters()]
+
+
+@pytest.mark.parametrize("users", [False, True], ids=["Mamba2ForCausalLM", "a head without options"])
+def test_a_prepared_model_need_not_pass_options_to_its_backbone(worlds, users):
+    documents = DOCUMENTS["each row its own"]
+    whole, (ids, _) = build("Mamba2", "eager"), tokens()
+    losses = []
+    with in_float64():
+        for row, ends in enumerate(documents):
+            for a, b in pairwise(ends):
+                logits = whole(ids[row : row + 1, a:b], use_cache=False).logits
+                losses.append(F.cross_entropy(logits[0, :-1], ids[row, a + 1 : b], reduction="sum"))
+        count = sum(b - a - 1 for ends in documents for a, b in pairwise(ends))
+        loss = sum(losses) / count
+        loss.backward()
+    for actual, gradients in worlds(2).run(prepared_on_a_shard, users):
+        assert abs(actual - loss.item()) < 1e-9 * loss.item()
+        for (name, parameter), gradient in zip(whole.named_parameters(), gradients, strict=True):
+            assert relative_error(gradient, parameter.grad) < 1e-8, name
 
 
 def test_documents_restart_states_on_one_rank():

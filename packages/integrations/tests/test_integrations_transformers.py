@@ -605,6 +605,69 @@ def test_prepare_refuses_models_whose_attention_cannot_be_set(family):
         ContextParallel(Local()).prepare(model)
 
 
+@pytest.mark.parametrize(
+    ("family", "named"), [("Mpt", "MptModel"), ("Flava", "FlavaModel"), ("FNet", "FNetModel"), ("Git", "SelfAttention")]
+)
+def test_prepare_refuses_models_whose_layers_do_not_call_the_interface(family, named):
+    """transformers sets the implementation of a part of MPT's config, and GIT's image tower calls the interface."""
+    with torch.device("meta"):
+        built = transformers.AutoModel.from_config(getattr(transformers, f"{family}Config")())
+    with pytest.raises(ValueError, match=f"{named}.*attention interface"):
+        ContextParallel(Local()).prepare(built)
+
+
+class OwnAttention(nn.Module):
+    def forward(self, hidden_states, **_):
+        return self.weights(hidden_states) @ hidden_states, None
+
+    def weights(self, x):
+        return torch.softmax(x @ x.transpose(1, 2), -1)
+
+
+def attend_by_interface(module, q, k, v, mask):
+    attend = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
+    return attend(module, q, k, v, mask)
+
+
+class HelpedAttention(OwnAttention):
+    """Calls the interface in a function of its file."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.is_causal = config, True
+
+    def forward(self, hidden_states, attention_mask=None, **_):
+        x = hidden_states[:, None]
+        return attend_by_interface(self, x, x, x, attention_mask)[0][:, :, 0], None
+
+
+def test_a_layer_that_computes_attention_itself_is_refused_beside_others():
+    register_transformers(Local())
+    for attention in (OwnAttention(), nn.MultiheadAttention(32, 4)):
+        built = model("llama", "armillary")
+        built.model.layers[1].self_attn = attention
+        with pytest.raises(ValueError, match=r"layers.1.self_attn \(.*Attention\)"):
+            built(tokens()[0])
+        with pytest.raises(ValueError, match=r"layers.1.self_attn \(.*Attention\)"):
+            ContextParallel(Local()).prepare(built)
+
+
+def test_a_layer_may_call_the_interface_in_a_helper():
+    cp = ContextParallel(Local())
+    built = model("llama", "eager")
+    for layer in built.model.layers:
+        layer.self_attn = HelpedAttention(built.config)
+    cp.prepare(built)
+    with cp.shard(tokens()[0]) as batch:
+        built(batch.ids, position_ids=batch.position_ids)
+
+
+def test_an_image_tower_may_compute_attention_itself():
+    with torch.device("meta"):
+        built = transformers.AutoModelForImageTextToText.from_config(transformers.GotOcr2Config())
+    ContextParallel(Local()).prepare(built)
+
+
 @pytest.mark.parametrize("mixer", [torch.nn.Conv1d(32, 32, 3, padding=2), torch.nn.LSTM(32, 32)])
 def test_modules_that_mix_tokens_are_refused_with_any_config(mixer):
     register_transformers(Local())

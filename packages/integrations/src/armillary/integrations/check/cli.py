@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from os import getcwd
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -121,9 +122,12 @@ def check_architecture(
 
     Raises:
         ValueError: a model that cannot be found or shrunk; wrong options.
+        NotJudged: the results are right, but the copy has or exercises no selection of keys, or no layer with a state,
+            that the architecture may have.
         RankFailed: a rank raised, for example because the model cannot be sharded, died or hung.
     """
     # Imports transformers before ranks are started: they are forked, and need not import it again.
+    from armillary.integrations.check.mechanisms import check_mechanisms
     from armillary.integrations.check.step import Architecture, on_shards, one_rank
     from armillary.integrations.check.tiny import VOCABULARY, check_size, describe, load_config, tiny_config
 
@@ -131,7 +135,8 @@ def check_architecture(
         ring = 4
     whole_config = load_config(source)
     text_config = whole_config.get_text_config(decoder=True)
-    config = tiny_config(text_config, options.get("tokens", 64))
+    tokens = options.get("tokens", 64)
+    config = tiny_config(text_config, tokens)
     check_size(config)
     method = method or ("ring" if ulysses == 1 else "ulysses" if ring == 1 else "usp")
     architecture = Architecture(config, method, ring, ulysses)
@@ -142,6 +147,8 @@ def check_architecture(
         vocabulary=VOCABULARY,
         **options,
     )
+    if report.right:
+        check_mechanisms(config, tokens, every_mechanism=not Path(source).exists())
     notes = () if text_config is whole_config else (f"of {source}, the text part was checked",)
     title = f"{describe(config)}\n{method} on ring={ring}, ulysses={ulysses}"
     return replace(report, title=title, notes=(*report.notes, *notes))

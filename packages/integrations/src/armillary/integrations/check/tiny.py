@@ -24,8 +24,12 @@ HIDDEN = ("hidden_size", "d_model", "n_embd", "embedding_size", "lstm_hidden_siz
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
+LAYER_LISTS = ("layers", "layer_ids", "layer_indices")
+"""Ends of the names of fields that list indices of layers."""
 WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_attention")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+STATE_HEADS = ("mamba_n_heads", "n_mamba_heads", "mamba_num_heads")
+STATE_HEAD_DIMS = ("mamba_d_head", "mamba_headdim", "mamba_head_dim")
 FIXED: Mapping[str, int] = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 32),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
@@ -38,7 +42,15 @@ FIXED: Mapping[str, int] = {
 }
 """New values by the name of the field."""
 AT_MOST: Mapping[str, int] = {
-    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "top_k_experts", "n_group", "topk_group", "moe_k"), 2),
+    **dict.fromkeys(
+        ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts", "n_group", "topk_group", "moe_k"),
+        2,
+    ),
+    **dict.fromkeys(("n_groups", "mamba_n_groups", "mamba_ngroups", "num_expert_group"), 2),
+    **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 16),
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
+    "linear_num_heads": 4,
     **dict.fromkeys(("first_k_dense_replace", "num_kv_shared_layers", "moe_layer_start_index", "n_shared_experts"), 1),
 }
 """Maximum values by the name of the field."""
@@ -47,8 +59,12 @@ DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter")
 REQUIRED: Mapping[str, Mapping[str, Any]] = {
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 2, "mask_token_id": 1, "token_dropout": False},
     "xmod": {"default_language": "en_XX"},
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "granitemoehybrid": {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
 }
-"""Fields that a model type needs in addition to its defaults, by model type."""
+"""Fields that a model type needs in addition to its defaults, or to have all of its kinds of layers."""
 
 
 def load_config(source: str) -> Any:
@@ -94,6 +110,7 @@ def tiny_config(config: Any, tokens: int) -> Any:
         if isinstance(value, float) and any(part in name for part in DROPOUTS)
     }
     changes |= _heads(fields)
+    changes |= _state_heads(fields, changes)
     changes |= _positions(fields, changes, tokens)
     changes |= _layers(fields, changes)
     fields.pop("model_type", None)
@@ -121,7 +138,28 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     sizes |= dict.fromkeys((name for name in HEADS if name in fields), new_heads)
     sizes |= {name: new_key_heads for name in KEY_HEADS if fields.get(name) is not None}
     sizes |= {name: head_dim for name in ("head_dim", "kv_channels", "d_kv") if isinstance(fields.get(name), int)}
+    if isinstance(attention_width := fields.get("attention_hidden_size"), int):  # Zamba2's attention is wider
+        expand = attention_width // (_first(fields, HIDDEN) or attention_width)
+        sizes |= {"attention_hidden_size": expand * new_heads * head_dim, "attention_head_dim": expand * head_dim}
     return sizes
+
+
+def _state_heads(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the heads of layers with a state: of Mamba-2, as wide as `expand` times the model; of the delta rule."""
+    sizes: dict[str, Any] = {}
+    key_heads, value_heads = fields.get("linear_num_key_heads"), fields.get("linear_num_value_heads")
+    if isinstance(key_heads, int) and isinstance(value_heads, int):
+        sizes |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2 * max(value_heads // key_heads, 1)}
+    expand = _first(fields, ("mamba_expand", "expand"))
+    if expand is None:
+        return sizes
+    width = (_first(changes, HIDDEN) or HEAD_DIM) * expand
+    heads, head_dims = STATE_HEADS, STATE_HEAD_DIMS
+    if "num_attention_heads" not in fields:  # without attention, these names are those of the heads of the state
+        heads, head_dims = (*heads, "num_heads"), (*head_dims, "head_dim")
+    sizes |= dict.fromkeys((name for name in heads if isinstance(fields.get(name), int)), width // HEAD_DIM)
+    sizes |= dict.fromkeys((name for name in head_dims if isinstance(fields.get(name), int)), HEAD_DIM)
+    return sizes | ({"mamba_d_ssm": width} if isinstance(fields.get("mamba_d_ssm"), int) else {})
 
 
 def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: int) -> dict[str, Any]:
@@ -170,7 +208,7 @@ def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     """Returns the number of layers, and the fields about single layers."""
     count = _first(fields, LAYERS) or 2
     # A field such as `moe_layers` lists indices of layers; other lists with `count` entries have a value per layer.
-    indices = {name for name, x in fields.items() if count > 1 and name.endswith("layers") and _are_indices(x)}
+    indices = {name for name, x in fields.items() if count > 1 and name.endswith(LAYER_LISTS) and _are_indices(x)}
     per_layer = {
         name: x
         for name, x in fields.items()

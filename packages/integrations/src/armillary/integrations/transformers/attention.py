@@ -31,6 +31,7 @@ from armillary.integrations.transformers.masks import rule_of
 from armillary.integrations.transformers.models import (
     ROUTER_LOSS_ERROR,
     check_layers,
+    check_layers_attend,
     check_model,
     check_modules,
     methods_of,
@@ -49,8 +50,9 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
     cache, unless a call asks for one; its config is saved as it was.
 
     Raises:
-        ValueError: as `register_transformers` when a model selects the implementation; a model that counts position
-            ids by an unknown rule.
+        ValueError: as `register_transformers` when a model selects the implementation; a model without a layer that
+            calls transformers' attention interface (MPT, FNet), or with layers of tokens that compute attention
+            themselves (GIT); a model that counts position ids by an unknown rule.
     """
     # Each method is registered under its own name, so that models with different methods can run side by side.
     name = f"armillary-{type(cp.method).__name__.lower()}-{id(cp.method):x}"
@@ -61,6 +63,7 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
         check_model(type(model), model.config)  # raises with the reason, if it knows one
         raise ValueError(f"{type(model).__name__}: transformers cannot set its attention implementation")
     disable_caches(model)
+    check_layers_attend(model)
     cp.padding_idx = padding_idx_of(model)
     # A `ContextParallel` may prepare several models: none of them may get labels that are shifted and should not be.
     cp.shifts_labels = cp.shifts_labels and predicts_next_token(model)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from armillary.attention.context_parallel.registries import Registries, method_of_implementation
 from armillary.attention.methods.base import Method
+from armillary.integrations.transformers.interface import calls_interface, check_own_attention, innermost_model
 from armillary.integrations.transformers.multimodal import MultimodalPositions, repeats_positions
 from armillary.integrations.transformers.rope import RopeHook, depends_on_last_position
 from armillary.integrations.transformers.row_outputs import (
@@ -77,9 +78,10 @@ def wrap_models(models: Any) -> None:
             check_model(type(model), model.config)
             # A model may select an implementation several times: each hook is registered once.
             hooks = model._forward_pre_hooks.values()
-            if has_sharded_states(type(model)) and not any(isinstance(hook, StateHook) for hook in hooks):
-                route_states(type(model))
-                model.register_forward_pre_hook(StateHook(method_of, check_modules), with_kwargs=True)
+            # Parts with the config of their model (Mamba2Model in Mamba2ForCausalLM) are not asked to choose.
+            for part in model.modules():
+                if isinstance(part, base):
+                    _hook_states(part)
             ropes = [getattr(part, "rope_parameters", None) for part in parts_of(model.config)]
             if depends_on_last_position(ropes) and not any(isinstance(hook, RopeHook) for hook in hooks):
                 model.register_forward_pre_hook(RopeHook(method_of, sharded_modules))
@@ -104,6 +106,15 @@ def wrap_models(models: Any) -> None:
     base.loss_function = property(loss_function, loss.fset)
 
 
+def _hook_states(model: Any) -> None:
+    """Gives a model with layers with a state its `StateHook`, once; it is called again for each implementation."""
+    if has_sharded_states(type(model)) and not any(
+        isinstance(hook, StateHook) for hook in model._forward_pre_hooks.values()
+    ):
+        route_states(type(model))
+        model.register_forward_pre_hook(StateHook(method_of, check_modules), with_kwargs=True)
+
+
 def check_model(model: type, config: Any) -> None:
     """Checks a class of models: its tokens must see each other only by the routed attention or by sharded states.
 
@@ -124,6 +135,28 @@ def check_model(model: type, config: Any) -> None:
             'attn_implementation works: keep "eager" or "sdpa", without context parallelism, or name the parts to '
             'shard: attn_implementation={"text_config": ...}'
         )
+
+
+def check_layers_attend(model: nn.Module) -> None:
+    """Checks the layers of a model that has selected our implementation, wholly or in part.
+
+    Raises:
+        ValueError: no layer calls transformers' attention interface or has a state that can be sharded, although
+            transformers has set the implementation, such as that of a part of the config (MPT); a layer of tokens
+            computes attention itself.
+    """
+    modules = list(model.named_modules())
+    # Of an image-text model that computes the attention of images itself, the text part alone has our implementation.
+    if not any(
+        (calls_interface(module) or shards_states(type(module))) and not _is_unsharded(innermost_model(model, name)[0])
+        for name, module in modules
+    ):
+        check_model(type(model), getattr(model, "config", None))  # raises with the reason, if it knows one
+        raise ValueError(
+            f"{type(model).__name__} has no layer that calls transformers' attention interface, so nothing of it would "
+            "see other ranks' tokens; only models whose tokens see each other by attention can be sharded"
+        )
+    check_own_attention(model, modules)
 
 
 def check_layers(config: Any, name: str | None = None, *, accept_states: bool) -> set[str]:
@@ -150,8 +183,10 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
     On several ranks also for modules that need the first token, other tokens' embeddings or global positions. Parts
     that select another implementation, such as the image tower, are not checked.
     """
-    state_layers = {name for name, module in sharded_modules(model) if shards_states(type(module))}
-    for name, module in sharded_modules(model):
+    modules = list(sharded_modules(model))
+    check_own_attention(model, modules)
+    state_layers = {name for name, module in modules if shards_states(type(module))}
+    for name, module in modules:
         # `route_states` replaces the functions of these layers. Such a layer does not call its convolution module, but
         # passes the module's weights to one of these functions.
         if name in state_layers or name.rpartition(".")[0] in state_layers:

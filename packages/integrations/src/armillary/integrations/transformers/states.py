@@ -2,7 +2,8 @@
 
 In transformers these layers call module-level functions of their model's file, under the same names in all files.
 `route_states` replaces them by functions that call ours for sharded sequences and the original ones otherwise. Layout
-and documents are passed as an option of the model's forward (`StateSequence`), which a model passes on to all layers.
+and documents are passed as an option of the model's forward (`StateSequence`), which a model passes on to all layers. A
+model with a head may not pass it on to its backbone (Mamba2ForCausalLM), so every submodel has a hook that adds it.
 When backward recomputes a layer, in any thread, the layer therefore has the same layout and documents as in forward.
 """
 
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from importlib import import_module
-from inspect import signature, unwrap
+from inspect import Parameter, signature, unwrap
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -196,6 +197,12 @@ def _route(original: Callable[..., Any], replacement: Callable[..., Any] | None)
     return call
 
 
+@cache
+def _takes_options(model: type) -> bool:
+    """Returns True if the forward of a class takes any keyword."""
+    return any(x.kind is Parameter.VAR_KEYWORD for x in signature(model.forward).parameters.values())
+
+
 class StateHook:
     """Pre-forward hook of a model: adds the option `OPTION`, a `StateSequence`, for its layers with a state.
 
@@ -215,8 +222,8 @@ class StateHook:
 
     @compat.outside_graphs  # it communicates
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A submodel has this hook too, and the hook of the outer model may have added the option already. On one rank,
-        # outside of `sequence`, the original functions run.
+        # A submodel has this hook too. The outer model may have passed it the option of its own hook already. On one
+        # rank, outside of `sequence`, the original functions run.
         method = self.method_of(model.config)
         if method is None or OPTION in kwargs or (current_sequence() is None and method.shards == 1):
             return None
@@ -231,6 +238,8 @@ class StateHook:
             mask = AttentionMask(documents=context.documents)
         if mask is None and kwargs.get("position_ids") is not None:
             self._check_positions(method, layout, kwargs["position_ids"])
+        if not _takes_options(type(model)):  # the hooks of its submodels add the option
+            return None
         return args, {**kwargs, OPTION: StateSequence(layout, sequence_axis(method), mask)}
 
     def _check_positions(self, method: Method, layout: SequenceLayout, position_ids: Tensor) -> None:
