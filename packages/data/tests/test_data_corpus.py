@@ -86,11 +86,11 @@ def test_a_path_without_text_is_named(tmp_path, make):
 
 @pytest.mark.parametrize("single", [True, False])
 def test_an_unreadable_file_is_named(tmp_path, monkeypatch, single):
-    def refuse(path):
+    def refuse(path, flags):
         raise PermissionError(13, "Permission denied", str(path))
 
     write(tmp_path, secret=b"text")
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(ValueError, match=r"secret .*Permission denied") as failure:
         read_documents(tmp_path / "secret" if single else tmp_path)
     assert "\n" not in str(failure.value)

@@ -367,7 +367,8 @@ def test_an_incompatible_checkpoint_is_refused_on_every_rank_and_nothing_changes
 
 def refused_by_the_system(config: Config, call: str, name: str, error: int, ranks: tuple[int, ...]) -> str:
     """Returns the reason why a run cannot start if a system call fails on some ranks for files of this name."""
-    owner = io if call == "open" else os
+    module, _, call = call.rpartition(".")
+    owner = io if module == "io" else os
     real = getattr(owner, call)
 
     def fails(path, *args, **kwargs):
@@ -391,7 +392,7 @@ UNREADABLE = "cannot be read (Permission denied), though it may be intact; make 
         ("open", "step-1/rank-0.safetensors", errno.EACCES, (0,), f"step-1/rank-0.safetensors {UNREADABLE}"),
         ("open", "step-1/manifest.json", errno.EACCES, (0, 1), f"step-1/manifest.json {UNREADABLE}"),
         ("listdir", "/checkpoint", errno.EACCES, (0, 1), "Permission denied"),
-        ("open", ".held", errno.EROFS, (0,), "cannot be written to (Read-only file system: "),
+        ("io.open", ".held", errno.EROFS, (0,), "cannot be written to (Read-only file system: "),
         ("mkdir", "/fresh/checkpoint", errno.EROFS, (0,), "Read-only file system"),
     ],
 )

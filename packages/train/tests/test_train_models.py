@@ -2,7 +2,7 @@
 
 import io
 import json
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
@@ -174,7 +174,7 @@ def train_and_export(config: Config, folder: Path) -> str:
     """Trains and exports with the command. Returns its messages."""
     losses(config)
     messages = io.StringIO()
-    with redirect_stderr(messages):
+    with redirect_stdout(messages):
         export([str(config.train.output / "checkpoint/step-1"), str(folder)])
     return messages.getvalue()
 
@@ -191,19 +191,21 @@ def test_both_exports_copy_tokenizer_and_special_token_ids(worlds, tmp_path):
         save=replace(SMALL.save, export=True),
         train=replace(SMALL.train, output=tmp_path / "out", steps=1),
     )
-    assert worlds(1).run(train_and_export, config, tmp_path / "hf") == [""]
+    (messages,) = worlds(1).run(train_and_export, config, tmp_path / "hf")
+    assert messages.startswith(f"{tmp_path}/hf: ") and messages.endswith(f"tokenizer of {folder}\n")
     expected = {file.name: file.read_bytes() for file in (tmp_path / "out/export/step-1").iterdir()}
     assert {file.name: file.read_bytes() for file in (tmp_path / "hf").iterdir()} == expected
     assert {"tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"} == expected.keys()
     assert json.loads(expected["config.json"])["eos_token_id"] == [2, 3]
-    # If the folder has moved, the command prints a note, and --pretrained names another one.
+    # If the folder has moved, the command says so, and --pretrained names another one.
     folder.rename(tmp_path / "moved")
     messages, step = io.StringIO(), str(tmp_path / "out/checkpoint/step-1")
-    with redirect_stderr(messages):
+    with redirect_stdout(messages):
         export([step, str(tmp_path / "bare")])
         export([step, str(tmp_path / "again"), "--pretrained", str(tmp_path / "moved")])
-    assert str(folder) in messages.getvalue() and "--pretrained" in messages.getvalue()
-    assert messages.getvalue().count("\n") == 1 and not (tmp_path / "bare/tokenizer.json").exists()
+    note, line = messages.getvalue().splitlines()
+    assert f"no tokenizer: {folder} does not exist" in note and "--pretrained" in note
+    assert f"tokenizer of {tmp_path}/moved" in line and not (tmp_path / "bare/tokenizer.json").exists()
     assert (tmp_path / "again/config.json").read_bytes() == expected["config.json"]
 
 

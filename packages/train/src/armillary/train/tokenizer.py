@@ -106,7 +106,7 @@ def export_source(tokens: TokenSource) -> Generator[tuple[Path | None, str]]:
         try:
             source, phrase = Path(name), write_source(Path(name), tokens, pretrained)
         except ValueError as error:
-            source, phrase = pretrained, f"no tokenizer: {error}"
+            source, phrase = pretrained, f"no tokenizer: {error}; armillary-export --pretrained names one"
         yield source, phrase
 
 
