@@ -1,6 +1,7 @@
 """Balanced layouts that send few bytes: exact token-hops, even ranks, and no more bytes than simpler layouts."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -117,6 +118,61 @@ def test_no_simpler_even_layout_sends_fewer_bytes_if_sends_are_cheap():
         for simpler in (SequenceLayout.zigzag(N, shards), SequenceLayout.contiguous(N, shards)):
             if unevenness(simpler, ends) <= EVEN:
                 assert attention_traffic(layout, documents=ends) <= attention_traffic(simpler, documents=ends)
+
+
+def most_loaded(layout: SequenceLayout, mask: Mask, by: str = "queries") -> float:
+    """Returns the load of the most loaded shard over the mean: tokens, or pairs of the sides that `by` counts."""
+    sides = {"queries": (False,), "keys": (True,), "both": (False, True)}[by]
+    pairs = max(attention_balance(layout, mask=mask, of_keys=of_keys) for of_keys in sides)
+    return max(pairs, max(layout.sizes) * layout.shards / layout.length)
+
+
+def hops_of(layout: SequenceLayout, mask: Mask, by: str = "queries") -> int:
+    """Returns the token-hops that a layout balanced by `by` weighs: of keys, of queries, or their sum."""
+    sides = {"queries": (False,), "keys": (True,), "both": (False, True)}[by]
+    return sum(attention_traffic(layout, mask=mask, of_queries=of_queries) for of_queries in sides)
+
+
+def test_bytes_count_where_no_layout_is_within_the_limit():
+    sizes = np.random.default_rng(34).lognormal(0, 1, 29)
+    ends = [0, *np.rint(np.cumsum(sizes) / sizes.sum() * N).astype(int).tolist()]
+    mask, kv_bytes = Mask(*mask_slices(N, True, None, ends)), 16 * 1024  # of a token-hop, forward and backward
+    layout, even = (SequenceLayout.balanced(N, 16, mask=mask, send_cost=cost) for cost in (None, 0))
+    mib = [hops_of(each, mask) * kv_bytes // 2**20 for each in (layout, SequenceLayout.zigzag(N, 16), even)]
+    assert mib == [3854, 5258, 11682]
+    assert EVEN < most_loaded(layout, mask) <= 1.15
+
+
+def drawn_mask(rng: random.Random, length: int) -> Mask:
+    """Draws a mask of packed documents in one or two rows, of a prompt with answers, or of a window."""
+
+    def ends(documents: int) -> list[int]:
+        sizes = [rng.lognormvariate(0, rng.choice([0.3, 1, 2])) for _ in range(documents)]
+        return sorted({0, *np.rint(np.cumsum(sizes) / sum(sizes) * length).astype(int).tolist()})
+
+    documents = [ends(rng.choice([1, 2, 5, 29, 60])) for _ in range(rng.choice([1, 1, 2]))]
+    if rng.random() < 0.2:
+        prompt, answers = length // rng.randint(2, 20), documents[0]
+        starts = [(max(a, prompt), b) for a, b in pairwise(answers) if b > prompt]
+        return Mask(slice_array([(0, length, 0, prompt, None, 0), *((a, b, a, b, None, 0) for a, b in starts)]))
+    window = rng.choice([None, None, (length // 8, 0), (length // 8, length // 16)])
+    return Mask(*mask_slices(length, rng.random() < 0.8, window, documents))
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
+def test_no_layout_that_is_as_even_sends_less(seed):
+    rng = random.Random(seed)
+    for _ in range(25):
+        length = rng.choice([60, 200, 1000, 4096])
+        shards, by = rng.choice([2, 3, 4, 8, 16]), rng.choice(["queries", "queries", "keys", "both"])
+        mask = drawn_mask(rng, length)
+        layout = SequenceLayout.balanced(length, shards, mask=mask, balanced_by=by)
+        load, hops = most_loaded(layout, mask, by), hops_of(layout, mask, by)
+        simpler = [SequenceLayout.zigzag(length, shards), SequenceLayout.contiguous(length, shards)]
+        if load > EVEN:  # the layout that ignores bytes is a candidate too
+            simpler.append(SequenceLayout.balanced(length, shards, mask=mask, balanced_by=by, send_cost=0))
+        for other in simpler:
+            assert most_loaded(other, mask, by) > max(load, EVEN) + 1e-9 or hops <= hops_of(other, mask, by)
 
 
 def test_fewer_documents_than_shards_leave_no_shard_empty():

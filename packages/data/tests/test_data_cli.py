@@ -123,6 +123,9 @@ def test_invalid_input_is_one_line_and_exit_code_2(lines, store, tmp_path, capsy
     assert code == 2 and "nowhere " in line
     code, line = refused(capsys, "pack", store, "--length", "16", "--rows", "0")
     assert code == 2 and re.fullmatch(r"armillary-data: rows .*1; got 0", line)
+    for command in ("pack", "inspect"):
+        code, line = refused(capsys, command, store, "--length", "64KiB")
+        assert code == 2 and "--length: '64KiB'" in line and "64Ki (65,536)" in line
     code, line = refused(capsys, "info", lines, "--verify")
     assert code == 2 and f"{lines} " in line
 

@@ -413,3 +413,6 @@ def test_files_accept_numbers_as_text(tmp_path):
     assert config.data.global_batch_size == 80
     config = read_command(["--config", str(tmp_path / "run.json")])[0].run
     assert (config.data.sequence_length, config.log.profile) == (64_000, (1000, 3))
+    (tmp_path / "run.toml").write_text('[data]\nsequence-length = "64KiB"\n')
+    with pytest.raises(ValueError, match=r"data\.sequence_length = '64KiB'.*64Ki \(65,536\)"):
+        read_command(["--config", str(tmp_path / "run.toml")])

@@ -41,6 +41,7 @@ def test_whole_numbers_are_read_as_people_write_them():
             ["--train.steps", "many"],
             r"--train.steps: 'many'.*64Ki",
         ),
+        (["--data.sequence-length", "64KiB"], r"--data.sequence-length: '64KiB'.*64Ki"),
         (
             ["--data.layout", "spiral"],
             "'spiral'.*'--data.layout'.*'zigzag'",

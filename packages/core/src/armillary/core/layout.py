@@ -151,8 +151,13 @@ class SequenceLayout:
         contiguous and a layout that cuts no document are candidates too: if one of these is within 1.10 as well, the
         result sends at most as many bytes.
 
-        With `send_cost=0`, or if no layout reaches 1.10, bytes are ignored: sizes differ by at most one token, and
-        pairs, counted both by queries and by keys, are within 1.02 times the mean if possible.
+        If none of these layouts reaches 1.10, the layout of `send_cost=0` is a candidate too, and the limit widens in
+        steps of 0.05 until a candidate is within it. If the layout of `send_cost=0` is within 1.10, the limit is at
+        most 1.15, and a less even layout is preferred only if it sends at most 0.6 of its bytes. The result never sends
+        more than a candidate that is as even.
+
+        With `send_cost=0` bytes are ignored: sizes differ by at most one token, and pairs, counted both by queries and
+        by keys, are within 1.02 times the mean if possible.
 
         Args:
             window: (left, right), each None or at least 0, as in an attention mask.

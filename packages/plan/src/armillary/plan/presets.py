@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeGuard
 
 import tyro
 
-from armillary.data.console.quantity import quantity
+from armillary.data.console.quantity import byte_quantity, quantity
 from armillary.models import GPTConfig, LlamaConfig, StateConfig
 from armillary.plan.cluster.cluster import Cluster
 from armillary.train.config.overlay import flag
@@ -16,7 +16,9 @@ from armillary.train.dry_run import MOST_RANKS
 
 Model = LlamaConfig | GPTConfig
 Quantity = Annotated[int | str, tyro.conf.arg(metavar="INT")]
-"""A number of tokens or bytes, such as 65536 or "128Ki"; `amount` converts it to an int."""
+"""A number of tokens, such as 65536 or "128Ki"; `amount` converts it to an int."""
+Bytes = Annotated[str | int, tyro.conf.arg(metavar="BYTES")]
+"""A number of bytes, such as "5GiB"; `byte_amount` converts it to an int. `str` is first, or tyro would read "5Gi"."""
 
 
 def hybrid_8b() -> LlamaConfig:
@@ -77,8 +79,17 @@ def amount(options: Any, name: str) -> int:
     Raises:
         ValueError: the field's text is no quantity. The message names the flag.
     """
+    return _parse_field(options, name, quantity)
+
+
+def byte_amount(options: Any, name: str) -> int:
+    """Returns the number in the `Bytes` field `name`. Errors as in `amount`."""
+    return _parse_field(options, name, byte_quantity)
+
+
+def _parse_field(options: Any, name: str, parse: Callable[[str | int], int]) -> int:
     try:
-        return quantity(getattr(options, name))
+        return parse(getattr(options, name))
     except ValueError as error:
         raise ValueError(f"--{flag(name)}: {error}") from error
 

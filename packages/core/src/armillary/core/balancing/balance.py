@@ -2,8 +2,8 @@
 
 Under a causal mask late queries see more keys. Zigzag balances that: shard r holds chunks r and 2 P - 1 - r of 2 P.
 Zigzag is uneven under other masks: in packed documents a query sees only its own document, and all answers to a prompt
-see the prompt. `balanced_spans` first tries `spread.spread_spans`, which also weighs the bytes sent. If that finds no
-layout, or if sending costs nothing, `evenest_spans` searches, by work alone:
+see the prompt. `balanced_spans` calls `spread.spread_spans`, which also weighs the bytes sent. `evenest_spans` searches
+by work alone. It is used if sending costs nothing, and its layout is one of those weighed if no other is even:
 
 1. Cut the sequence into equal chunks, a few per shard, and count the visible (query, key) pairs of each.
 2. Give each shard equally many chunks, so that the most loaded shard is close to the mean (`partition.distribute`).
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -79,8 +80,12 @@ def balanced_spans(
     if length**2 * len(rows) >= 2**63:
         raise ValueError(f"{length} tokens in {len(rows)} rows: pairs are counted up to 2^63; give fewer")
     work = Work.of(rows)
-    spans = spread_spans(length, shards, rows, work, send_cost, sides) if send_cost and shards > 1 else None
-    return spans or evenest_spans(length, shards, work)  # None if no candidate is even
+    most_even = partial(evenest_spans, length, shards, work)
+    return (
+        spread_spans(length, shards, rows, work, send_cost, most_even, sides)
+        if send_cost and shards > 1
+        else most_even()
+    )
 
 
 def evenest_spans(length: int, shards: int, work: Work) -> list[list[range]]:

@@ -13,15 +13,17 @@ A rank's load is its tokens and its pairs, both in shares; its room is 1 minus i
 5. If loads are still uneven, steps 1 to 4 are repeated with more ranks for each document, so shorter ones are cut too.
 
 Three simple layouts are candidates too: zigzag, contiguous, and no document cut. If one of these is even enough, the
-result sends at most as many bytes.
+result sends at most as many bytes. If no layout is even, the limit widens step by step, and the layout of
+`balance.evenest_spans`, which ignores bytes, is a candidate too.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +36,10 @@ Floats = NDArray[np.float64]
 
 EVEN = 1.10
 """A layout is even if no rank has more than this load, in tokens and in pairs."""
+STEP = 0.05
+"""Step by which this limit widens if no layout is even: up to the most even layout, but at least once."""
+WORTHWHILE = 0.6
+"""Less even layouts may send at most this fraction of the bytes of the most even layout, if that one is even."""
 SEND_COST = 1000.0
 """Default cost of sending one token to the next rank, as the number of (query, key) pairs that take as long to compute.
 For 32 query heads and 8 key heads, on GPUs with a network of 400 Gb/s. Within a node the number is a tenth of that."""
@@ -152,12 +158,23 @@ class RingShares:
 
 
 def spread_spans(
-    length: int, shards: int, rows: Sequence[Slices], work: Work, send_cost: float, sides: tuple[int, ...] = (0,)
-) -> list[list[range]] | None:
-    """Returns each shard's spans in an even layout: one without cuts, else the cheapest. None if no layout is even.
+    length: int,
+    shards: int,
+    rows: Sequence[Slices],
+    work: Work,
+    send_cost: float,
+    even_spans: Callable[[], list[list[range]]],
+    sides: tuple[int, ...] = (0,),
+) -> list[list[range]]:
+    """Returns each shard's spans in an even layout: one without cuts, else the cheapest.
+
+    If no layout is even, the limit widens by `STEP` until a layout is within it that sends few enough bytes
+    (`WORTHWHILE`); if there is none, the most even layout is returned. The result never sends more than a simple layout
+    that is as even.
 
     Args:
         send_cost: as in `SequenceLayout.balanced`.
+        even_spans: returns the spans of the most even layout, which ignores bytes. Called if no other layout is even.
         sides: as in `RingShares`.
     """
     ring = RingShares(length, shards, rows, work, sides)
@@ -166,43 +183,53 @@ def spread_spans(
         candidate = ring.candidate(uncut_assigner.assign(use_zigzag=False))
         if candidate.unevenness <= EVEN:
             return candidate.layout.spans(shards)  # no document is cut: nothing is sent
-    # The result must not send more than a simple layout that is even.
     references = [_contiguous(ring), _zigzag(ring), _uncut_documents(ring)]
-    candidates = [reference for reference in references if reference.unevenness <= EVEN]
-    limit = min((reference.hops for reference in candidates), default=None)
-    for leave_room in (False, True):
-        for use_zigzag in (False, True):
-            spread = _first_even(ring, leave_room, use_zigzag)
-            candidates += [spread] if spread else []
-    candidates = [candidate for candidate in candidates if limit is None or candidate.hops <= limit]
+    searches = [
+        _stretched(ring, leave_room, use_zigzag) for leave_room in (False, True) for use_zigzag in (False, True)
+    ]
+    spread, limit = [search[-1] for search in searches if search], EVEN
+    if not any(candidate.unevenness <= EVEN for candidate in (*references, *spread)):
+        most_even = ring.candidate(PositionRuns.of_spans(even_spans()))
+        # If this one is even, the others must send a good deal less than it does.
+        ceiling = WORTHWHILE * most_even.hops if most_even.unevenness <= EVEN else np.inf
+        references = [candidate for candidate in references if candidate.hops <= ceiling]
+        spread = [candidate for candidate in chain.from_iterable(searches) if candidate.hops <= ceiling]
+        highest = max(EVEN + STEP, most_even.unevenness)
+        limits = [*np.arange(EVEN + STEP, highest, STEP).tolist(), highest]
+        least = min((candidate.unevenness for candidate in (*references, *spread)), default=np.inf)
+        limit = next((limit for limit in limits if least <= limit), highest)
+        references.append(most_even)
+    candidates = [candidate for candidate in (*references, *spread) if candidate.unevenness <= limit]
+    # The result must not send more than a simple layout within the limit.
+    most_hops = min((reference.hops for reference in references if reference.unevenness <= limit), default=None)
+    candidates = [candidate for candidate in candidates if most_hops is None or candidate.hops <= most_hops]
     # Cost in pairs: those of the slowest rank, and the sends of an average rank.
-    best = min(candidates, key=lambda candidate: candidate.pairs + send_cost * candidate.hops / shards, default=None)
-    return best and best.layout.spans(shards)
+    best = min(candidates, key=lambda candidate: candidate.pairs + send_cost * candidate.hops / shards)
+    return best.layout.spans(shards)
 
 
-def _first_even(ring: RingShares, leave_room: bool, use_zigzag: bool) -> SpreadCandidate | None:
-    """Returns the even candidate with the smallest stretch; None if none is even.
+def _stretched(ring: RingShares, leave_room: bool, use_zigzag: bool) -> list[SpreadCandidate]:
+    """Returns candidates of rising stretch, up to the first even one, because a document on more ranks sends more.
 
-    The smallest, because a document on more ranks sends more. `leave_room` and `use_zigzag` are those of
-    `DocumentAssigner`.
+    `leave_room` and `use_zigzag` are those of `DocumentAssigner`.
     """
-    ranks, last_stretch = np.zeros(0), STRETCHES[0]
+    candidates, ranks, last_stretch = list[SpreadCandidate](), np.zeros(0), STRETCHES[0]
     for stretch in STRETCHES:
         assigner = DocumentAssigner(ring, stretch, leave_room)
         if assigner.ranks[assigner.ranks > 1].sum() > PIECES * ring.shards:
             break
         if np.array_equal(assigner.ranks, ranks) or (use_zigzag and not assigner.needs_whole_ring.any()):
             continue  # the layout would be that of the previous stretch, or that without zigzag
-        candidate = ring.candidate(assigner.assign(use_zigzag))
-        if candidate.unevenness <= EVEN:
+        candidates.append(ring.candidate(assigner.assign(use_zigzag)))
+        if candidates[-1].unevenness <= EVEN:
             # The previous stretch gave an uneven layout. A stretch between the two may be even and send less.
             halfway = DocumentAssigner(ring, (last_stretch + stretch) / 2, leave_room)
             if len(ranks) and not any(np.array_equal(halfway.ranks, each) for each in (ranks, assigner.ranks)):
                 finer = ring.candidate(halfway.assign(use_zigzag))
-                return finer if finer.unevenness <= EVEN else candidate
-            return candidate
+                candidates += [finer] if finer.unevenness <= EVEN else []
+            break
         ranks, last_stretch = assigner.ranks, stretch
-    return None
+    return candidates
 
 
 class DocumentAssigner:

@@ -1,4 +1,4 @@
-"""Numbers with units, as people write them: 128Ki, 5M, 1e6."""
+"""Numbers with units, as people write them: 128Ki, 5M, 1e6; and of bytes 80GB, 5GiB."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from collections.abc import Callable
 from fractions import Fraction
 
 FACTORS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
-NUMBER = re.compile(r"(-?[0-9][0-9_,]*(?:\.[0-9]+)?)(?:[eE]\+?([0-9]{1,2}))?\s*([kMGT]|[KMGT]i|)B?", re.ASCII)
+NUMBER = re.compile(r"(-?[0-9][0-9_,]*(?:\.[0-9]+)?)(?:[eE]\+?([0-9]{1,2}))?\s*([kMGT]|[KMGT]i|)(B?)", re.ASCII)
 MAX_CHARACTERS = 64
 
 LARGEST = 2**63 - 1
 """The largest accepted number: positions and bytes are 64-bit integers."""
 
-SUCH_AS = "131072, 1_000_000, 1e6, 64k (64,000), 64Ki (65,536), or of bytes 80GB"
-"""Accepted numbers, for error messages."""
+SUCH_AS = "131072, 1_000_000, 1e6, 64k (64,000), 64Ki (65,536)"
+"""Accepted whole numbers, for error messages."""
+BYTES_SUCH_AS = "1_000_000, 1e6, 80GB (80,000,000,000), 64KiB (65,536)"
+"""Accepted numbers of bytes, for error messages."""
 
 
 def quantity(text: str | int) -> int:
-    """Parses an integer of at least 1: "5M", "128Ki", "1_000_000", "1e6", "2.5M" or, of bytes, "2TB".
+    """Parses an integer of at least 1: "5M", "128Ki", "1_000_000", "1e6" or "2.5M".
 
-    k, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024.
+    k, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024. Units of bytes are refused.
 
     Raises:
         ValueError: not an integer, less than 1, more than 2^63 - 1, or more than 64 characters.
@@ -32,24 +34,49 @@ def quantity(text: str | int) -> int:
     return number
 
 
+def byte_quantity(text: str | int) -> int:
+    """Parses a number of bytes, at least 1: "80GB", "64KiB", "1_000_000" or "1e6". Units must end in B.
+
+    Raises:
+        ValueError: as `quantity`, or a unit without B.
+    """
+    digits, unit, in_bytes = _split(text, "number of bytes", BYTES_SUCH_AS)
+    number = _integer(text, digits, unit) if in_bytes or not unit else None
+    if number is None or number < 1:
+        raise ValueError(f"{text!r} is no number of bytes of at least 1, such as {BYTES_SUCH_AS}")
+    return number
+
+
 def whole_number(text: str | int) -> int:
     """Parses an integer as `quantity` does, but also accepts zero and negative ones.
 
     Raises:
         ValueError: not an integer, more than 2^63 - 1 or less than minus that, or more than 64 characters.
     """
+    digits, unit, in_bytes = _split(text, "whole number", SUCH_AS)
+    number = None if in_bytes else _integer(text, digits, unit)
+    if number is None:
+        raise ValueError(f"{text!r} is {'bytes, and ' if in_bytes else ''}no whole number such as {SUCH_AS}")
+    return number
+
+
+def _split(text: str | int, kind: str, accepted: str) -> tuple[Fraction, str, bool]:
+    """Returns (number before the unit, unit without B, True if the unit has a B)."""
     text = str(text).strip()
     match = NUMBER.fullmatch(text)
     if match is None or len(text) > MAX_CHARACTERS:
         shown = repr(text) if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]!r}..."
-        raise ValueError(f"{shown} is no whole number such as {SUCH_AS}")
-    digits, power, unit = match[1].replace("_", "").replace(",", ""), int(match[2] or 0), match[3]
-    number = Fraction(digits) * 10**power * FACTORS[unit]
-    if number.denominator != 1:
-        raise ValueError(f"{text!r} is no whole number such as {SUCH_AS}")
+        raise ValueError(f"{shown} is no {kind} such as {accepted}")
+    digits, power = match[1].replace("_", "").replace(",", ""), int(match[2] or 0)
+    return Fraction(digits) * 10**power, match[3], bool(match[4])
+
+
+def _integer(text: str | int, digits: Fraction, unit: str) -> int | None:
+    """Returns the number of units as an integer, or None if it is a fraction. Raises ValueError beyond `LARGEST`."""
+    number = digits * FACTORS[unit]
     if abs(number) > LARGEST:
         raise ValueError(f"{text!r} is beyond 2^63 - 1, the largest position and number of bytes")
-    return int(number)
+    return int(number) if number.denominator == 1 else None
 
 
 def count_argument(minimum: int = 1) -> Callable[[str], int]:

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated_dataclass
 
 from armillary.attention.planning.send import Send
-from armillary.data.console.quantity import LARGEST, quantity
+from armillary.data.console.quantity import BYTES_SUCH_AS, LARGEST, SUCH_AS, byte_quantity, quantity
 
 Wiring = Literal["rank", "pair", "group"]
 Port = tuple[str | int, ...]
@@ -26,16 +26,25 @@ Port = tuple[str | int, ...]
 
 
 def number(value: Any) -> Any:
-    """Converts text such as "80GB" to a number. Refuses booleans, which pydantic accepts as 0 and 1."""
+    """Converts text such as "64k" to a number. Refuses booleans, which pydantic accepts as 0 and 1."""
     if isinstance(value, bool):
-        raise ValueError('must be a number, or a quantity such as "80GB"')
+        raise ValueError(f"must be a number, such as {SUCH_AS}")
     return quantity(value) if isinstance(value, str) else value
+
+
+def byte_number(value: Any) -> Any:
+    """Converts text such as "80GB" to a number of bytes. Refuses booleans."""
+    if isinstance(value, bool):
+        raise ValueError(f"must be a number of bytes, such as {BYTES_SUCH_AS}")
+    return byte_quantity(value) if isinstance(value, str) else value
 
 
 Count = Annotated[int, BeforeValidator(number), Field(ge=1, le=LARGEST)]
 Positive = Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, BeforeValidator(number), Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(number), Field(ge=0, le=1)]
+Bytes = Annotated[int, BeforeValidator(byte_number), Field(ge=1, le=LARGEST)]
+BytesPerSecond = Annotated[float, BeforeValidator(byte_number), Field(gt=0, allow_inf_nan=False)]
 CHECKED = ConfigDict(extra="forbid")
 
 
@@ -61,14 +70,14 @@ class Link:
         ValueError: a number outside its range, or an unknown value of `per`.
     """
 
-    bandwidth: Positive
+    bandwidth: BytesPerSecond
     latency: NotNegative = 0.0
     per: Wiring = "rank"
     disturbs: Share = 0.0
     message: NotNegative = 0.0
     crowding: NotNegative = 0.0
     turns: Share = 0.0
-    buffer: Annotated[int, BeforeValidator(number), Field(ge=0)] = 0
+    buffer: Annotated[int, BeforeValidator(byte_number), Field(ge=0)] = 0
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from armillary.attention.kernels import Inputs, efficiency, kernel_candidates
 from armillary.attention.kernels.efficiency import MULTIPROCESSORS, PERSISTENT
-from armillary.plan.cluster.network import CHECKED, Count, Link, NotNegative, Positive, number
+from armillary.plan.cluster.network import CHECKED, Bytes, BytesPerSecond, Count, Link, NotNegative, Positive
 
 DEFAULT_SHARES = (0.55, 0.45)
 """Fractions of the peak FLOP/s that attention attains with kernels without published figures: (forward, backward)."""
@@ -37,10 +34,10 @@ class Accelerator:
     """
 
     name: str
-    memory: Annotated[int, BeforeValidator(number), Field(gt=0)]
+    memory: Bytes
     flops: Positive
-    memory_bandwidth: Positive
-    host_bandwidth: Positive
+    memory_bandwidth: BytesPerSecond
+    host_bandwidth: BytesPerSecond
     matmul: Positive = 0.65
     capability: Positive | None = None
     attention: Positive | None = None
@@ -108,7 +105,7 @@ class Node:
     name: str
     ranks_per_node: Count
     accelerator: Accelerator
-    host_memory: Count
+    host_memory: Bytes
     within: Link
     between: Link
     switch: Link | None = None

@@ -22,7 +22,7 @@ from armillary.plan.memory.room import (
     longest_fit,
     more_devices,
 )
-from armillary.plan.presets import Model, Quantity, amount, cluster_of, is_hybrid, model_of
+from armillary.plan.presets import Bytes, Model, Quantity, amount, byte_amount, cluster_of, is_hybrid, model_of
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 
@@ -67,11 +67,11 @@ class MemoryOptions:
     )
     on_host: bool = True
     """Keep master weights, their gradients and the optimizer's state in the host's memory."""
-    reserve: Quantity = RESERVE
+    reserve: Bytes = RESERVE
     """Memory of each device that is reserved for the CUDA context, NCCL, libraries and fragmentation."""
-    host_memory: Quantity | None = None
+    host_memory: Bytes | None = None
     """Memory of each node; by default the cluster's."""
-    host_reserve: Quantity = HOST_RESERVE
+    host_reserve: Bytes = HOST_RESERVE
     """Memory of each node that is reserved for the system, data loaders and rounding of pinned memory."""
     json: bool = False
     """Print JSON."""
@@ -122,8 +122,8 @@ def plan_memory(
     check_limits(options)
     cluster = cluster_of(options.cluster)
     if options.host_memory is not None:
-        cluster = replace(cluster, host_memory=amount(options, "host_memory"))
-    room = Room.of(cluster, amount(options, "reserve"), amount(options, "host_reserve"))
+        cluster = replace(cluster, host_memory=byte_amount(options, "host_memory"))
+    room = Room.of(cluster, byte_amount(options, "reserve"), byte_amount(options, "host_reserve"))
     length = amount(options, "tokens")
     axes = mesh_axes(options, model_of(options.model, length), cluster)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from armillary.data.console.quantity import gib, quantity
+from armillary.data.console.quantity import byte_quantity, gib
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.memory import Job, StepMemory
 from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
@@ -39,7 +39,9 @@ class Room:
     host: int
 
     @classmethod
-    def of(cls, cluster: Cluster, reserve: int = quantity(RESERVE), host_reserve: int = quantity(HOST_RESERVE)) -> Room:
+    def of(
+        cls, cluster: Cluster, reserve: int = byte_quantity(RESERVE), host_reserve: int = byte_quantity(HOST_RESERVE)
+    ) -> Room:
         """Returns the room on a cluster, less `reserve` bytes of each device and `host_reserve` bytes of each machine.
 
         Raises:

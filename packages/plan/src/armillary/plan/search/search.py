@@ -24,7 +24,7 @@ from armillary.plan.comm_time.step_time import Passes, StepTime, step_bytes, ste
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import Estimate, estimate
 from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room
-from armillary.plan.presets import Model, Quantity, amount, cluster_of, is_hybrid, model_of
+from armillary.plan.presets import Bytes, Model, Quantity, amount, byte_amount, cluster_of, is_hybrid, model_of
 from armillary.plan.search.candidates import LAYOUTS, Candidate, candidates, divisors, layouts_of
 from armillary.plan.search.documents import Rows, mask_of, rows_of_store, sample_rows
 from armillary.plan.search.fit_policy import POLICIES, fit_policy
@@ -71,9 +71,9 @@ class SearchOptions:
     """Attention kernel, named as for --parallel.kernel; by default the fastest that torch ships."""
     best: Count = 10
     """Number of choices to show."""
-    reserve: Quantity = RESERVE
+    reserve: Bytes = RESERVE
     """Memory of each device that is reserved for CUDA, NCCL and fragmentation."""
-    host_reserve: Quantity = HOST_RESERVE
+    host_reserve: Bytes = HOST_RESERVE
     """Memory of each node that is reserved for the system."""
     plot: Path | None = None
     """PNG file to write: a plot of the best choices."""
@@ -167,7 +167,7 @@ def search(options: SearchOptions, progress: Callable[[int, int], None] = lambda
         raise ValueError(f"--attention {unknown[0]}: no such method; known: {', '.join(names())}")
     cluster, length = cluster_of(options.cluster), amount(options, "tokens")
     model = model_of(options.model, length)
-    room = Room.of(cluster, amount(options, "reserve"), amount(options, "host_reserve"))
+    room = Room.of(cluster, byte_amount(options, "reserve"), byte_amount(options, "host_reserve"))
     # 2. List the candidates: meshes with the methods that use them, and layouts.
     degrees = tensor_parallel_degrees(model, cluster.ranks_per_node)
     replicate = [n for n in divisors(cluster.nodes) if options.rows % n == 0]  # a replica has one or more whole nodes
