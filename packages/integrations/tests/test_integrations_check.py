@@ -124,11 +124,14 @@ def test_copies_with_states_are_right(worlds, model_type):
     report.assert_right()
 
 
-def test_a_selection_that_a_copy_lacks_or_does_not_need_is_not_judged():
+def test_a_mechanism_that_a_copy_lacks_or_does_not_need_is_not_judged():
     sparse = tiny_config(load_config("minimax_m3_vl_text"), 64)
     check_mechanisms(sparse, 64, every_mechanism=False)
     with pytest.raises(NotJudged, match="Indexer"):
         check_mechanisms(sparse, 64, every_mechanism=True)
+    without_states = transformers.Lfm2Config(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    with pytest.raises(NotJudged, match="ShortConv"):
+        check_mechanisms(tiny_config(without_states, 64), 64, every_mechanism=True)
     indexed = tiny_config(load_config("deepseek_v32"), 64)
     with pytest.raises(NotJudged, match=r"Indexer.*\b64\b"):
         check_mechanisms(indexed, 64, every_mechanism=False)
