@@ -37,6 +37,13 @@ def losses(printed: str) -> dict[int, str]:
     return {int(step): loss for step, loss in re.findall(r"^step: (\d+) loss: (\S+)", printed, re.MULTILINE)}
 
 
+def cause(printed: str) -> str:
+    """Returns the last line of torchrun's report, which is the cause of the failure."""
+    *_, cause, border = (line.strip() for line in printed.strip().splitlines())
+    assert set(border) == {"="}, printed
+    return cause
+
+
 def weights(run_folder: Path) -> dict[str, torch.Tensor]:
     """Returns all tensors of the last checkpoint: weights, optimizer state and random states."""
     folder = run_folder / f"outputs/checkpoint/step-{STEPS}"

@@ -6,9 +6,10 @@ import re
 import signal
 import time
 from pathlib import Path
+from shutil import rmtree
 
-from launches import PATIENCE, Launch, agent, torchrun
-from recovery import SMALL, STEPS, assert_same_end, folder, training
+from launches import PATIENCE, TRAINER, Launch, agent, torchrun
+from recovery import SMALL, STEPS, assert_same_end, cause, folder, training
 
 from armillary.train.reporting.journal import read
 
@@ -27,9 +28,26 @@ def test_run_with_two_killed_ranks_ends_like_one_without_failures(undisturbed, t
         output = launch.printed
     # Two restarts from a checkpoint, or from step 1 if the first checkpoint was not complete yet.
     assert len(re.findall("resuming from|^step: 1 ", output, re.MULTILINE)) == 1 + 2
-    assert re.search(r"^\[rank \d\] armillary-train: failed in step \d+", output, re.MULTILINE)
-    assert re.search(r"^\[rank \d\] armillary-train: missing: rank \d: no heartbeat since step", output, re.MULTILINE)
+    # Before each restart one rank prints the cause; torchrun prints nothing.
+    assert len(re.findall(r"^\[rank \d\] armillary-train: failed in step \d+", output, re.MULTILINE)) == 2
+    missing = r"^\[rank \d\] armillary-train: missing: rank \d: no heartbeat since step"
+    assert len(re.findall(missing, output, re.MULTILINE)) == 2
     assert_same_end(run_folder, output, undisturbed)
+
+
+def test_the_last_line_of_a_failed_run_is_the_cause(tmp_path):
+    """With ranks that are not forked: torchrun prints the error of only one forked rank."""
+    run_folder = folder(tmp_path, "failed")
+    with Launch(["torchrun", "--nproc-per-node", "4", TRAINER, *SMALL], run_folder) as launch:
+        start = launch.wait_for("^step: 5 ")
+        launch.signal(signal.SIGKILL, 2)
+        assert launch.wait() == 1, launch.printed
+        output = launch.printed[start:]
+    missing = r"missing: rank 2: no heartbeat since step \d+"
+    assert re.fullmatch(rf"\[rank [013]\] armillary-train: {missing}", cause(output)), output
+    assert len(re.findall(missing, output)) == 1, output
+    # torchrun prints the rest: 66 lines, of which 16 are its own traceback.
+    assert len(re.sub("^step: .*\n", "", output, flags=re.MULTILINE).splitlines()) < 75, output
 
 
 def test_a_run_stopped_by_a_signal_saves_and_resumes(undisturbed, tmp_path):
@@ -72,7 +90,7 @@ def test_second_run_is_refused_until_orphaned_ranks_end(undisturbed, tmp_path):
         with Launch(agent("--nproc-per-node", "1", flags=SMALL), run_folder) as second:
             assert second.wait() == 1  # torchrun's exit code
             refused = (
-                rf"^\[rank 0\] armillary-train: --train\.output outputs: {holder}; wait for that run, end it, or name"
+                rf"^ *\[rank 0\] armillary-train: --train\.output outputs: {holder}; wait for that run, end it, or name"
             )
             assert re.search(refused, second.printed, re.MULTILINE), second.printed
             assert re.search(r"exitcode *: 2 ", second.printed), second.printed
@@ -132,8 +150,12 @@ def test_all_ranks_name_a_rank_killed_during_a_background_save(undisturbed, tmp_
             launch.signal(signal.SIGKILL, rank)
             restarted = launch.wait_for("resuming from|^step: 1 ", resumed)
             messages = launch.printed[resumed:restarted]
-            missing = rf"^\[rank (\d)\] armillary-train: missing: rank {rank}: no heartbeat"
-            assert {*re.findall(missing, messages, re.MULTILINE)} == {*"0123"} - {str(rank)}, messages
+            missing = rf"missing: rank {rank}: no heartbeat"
+            assert len(re.findall(rf"^\[rank \d\] armillary-train: {missing}", messages, re.MULTILINE)) == 1, messages
+            hangs = {path.stem: path.read_text() for path in (run_folder / "outputs/hang").iterdir()}
+            assert hangs.keys() == {f"rank-{i}" for i in {*range(4)} - {rank}}
+            assert all(missing in text for text in hangs.values()), hangs
+            rmtree(run_folder / "outputs/hang")
         assert launch.wait() == 0, launch.printed
         output = launch.printed
     assert_same_end(run_folder, output, undisturbed)
@@ -164,20 +186,20 @@ def test_all_ranks_name_a_hung_rank_and_the_run_restarts(tmp_path):
     with Launch(command, run_folder) as launch:
         launch.wait_for("^step: 5 ")
         launch.signal(signal.SIGSTOP, 2)
-        for rank in (0, 1, 3):
-            launch.wait_for(rf"^\[rank {rank}\] armillary-train: missing: rank 2: no heartbeat since step \d+$")
+        missing = r"missing: rank 2: no heartbeat since step \d+$"
+        launch.wait_for(rf"^\[rank [013]\] armillary-train: {missing}")
         launch.signal(signal.SIGKILL, 2)  # torchrun would do so, after 30 seconds
         restarted = launch.wait_for("^step: 5 ", len(launch.printed))
+        for rank in (0, 1, 3):  # every rank has named rank 2 before the restart
+            assert re.search(missing, (run_folder / f"outputs/hang/rank-{rank}.txt").read_text(), re.MULTILINE)
         assert launch.wait() == 1, launch.printed
         second = launch.printed[restarted:]
-    for rank in range(4):
-        assert re.search(
-            rf"\[rank {rank}\] armillary-train: missing: rank 1: in step 6, at asleep.py:9 in train_step", second
-        ), second
-    assert "missing: rank 0" not in second
-    stacks = (run_folder / "outputs/hang/rank-1.txt").read_text()
-    assert 'asleep.py", line 9 in train_step' in stacks
-    assert re.search("TimeoutError: step 6 .*15 s", second)  # in torchrun's report
+    assert cause(second).endswith("missing: rank 1: in step 6, at asleep.py:9 in train_step")
+    assert re.search(r"^ *\[rank \d\] armillary-train: step 6 takes longer than 15 s", second, re.MULTILINE)
+    hangs = [(run_folder / f"outputs/hang/rank-{rank}.txt").read_text() for rank in range(4)]
+    assert all("missing: rank 1: in step 6, at asleep.py:9 in train_step" in text for text in hangs)
+    assert not any("missing: rank 0" in text for text in hangs)
+    assert 'asleep.py", line 9 in train_step' in hangs[1]
 
 
 def test_infinite_loss_exits_with_1_and_names_the_step(tmp_path):
@@ -187,7 +209,5 @@ def test_infinite_loss_exits_with_1_and_names_the_step(tmp_path):
     ) as launch:
         assert launch.wait() == 1
         output = launch.printed
-    failed = r"^\[rank [0-3]\] armillary-train: failed in step \d+: FloatingPointError: step \d+: loss (nan|inf)"
-    assert re.search(failed, output, re.MULTILINE), output
-    cause = output.partition("Root Cause")[2]  # in torchrun's report
-    assert re.search(r"^ *FloatingPointError: step \d+: loss (nan|inf)", cause, re.MULTILINE)
+    failed = r"\[rank [0-3]\] armillary-train: failed in step \d+: FloatingPointError: step \d+: loss (nan|inf)"
+    assert re.match(failed, cause(output)), output

@@ -227,7 +227,23 @@ def wait_for_missing_rank(waited: Path) -> str:
 def test_timed_out_exchange_names_the_missing_rank(tmp_path):
     with World(2) as world:
         message = world.run(wait_for_missing_rank, tmp_path / "done")[0]
-    assert re.match(r"rank 0 waited in vain on axis 'ring' to receive from \[1\] and send to \[1\]: ", message)
+    assert re.match(r"rank 0 timed out on axis 'ring', .*to receive from \[1\] and send to \[1\]: ", message)
+
+
+def wait_for_ended_rank() -> str:
+    axis = Axis.of(build_mesh("cpu", ring=2, timeout=timedelta(minutes=10))["ring"])
+    if axis.rank == 1:
+        dist.destroy_process_group(axis.group)
+        return ""
+    with pytest.raises(ConnectionError) as error:
+        start_exchange(axis, {1: FlatBuffer.of([torch.zeros(2)])}, {1: FlatBuffer.like([torch.zeros(2)])}).wait()
+    return str(error.value)
+
+
+def test_a_closed_connection_is_no_timeout():
+    with World(2) as world:
+        message = world.run(wait_for_ended_rank)[0]
+    assert re.match(r"rank 0 .*'ring'.* closed its connection, .*to receive from \[1\] and send to \[1\]: ", message)
 
 
 class FailingWork:
@@ -248,14 +264,17 @@ def axis_of_two(monkeypatch) -> Axis:
 
 KERNEL_ERROR = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 MISMATCH = RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 24 vs 16")
-LOST = [
+TIMED_OUT = [
     "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation to complete",
+    "Application timeout caused pair closure",
+]
+LOST = [
     "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3211",
     "[gloo/transport/tcp/pair.cc:543] Connection reset by peer",
-    "Application timeout caused pair closure",
     "NCCL communicator was aborted on rank 1.",
     "NCCL error in: NCCLUtils.cpp:94, remote process exited or there was a network error",
 ]
+ERROR_TYPES = dict.fromkeys(TIMED_OUT, TimeoutError) | dict.fromkeys(LOST, ConnectionError)
 
 
 @pytest.mark.parametrize("error", [KERNEL_ERROR, MISMATCH], ids=["kernel", "mismatch"])
@@ -266,10 +285,10 @@ def test_errors_of_this_rank_are_raised_unchanged(axis_of_two, monkeypatch, erro
     assert raised.value is error
 
 
-@pytest.mark.parametrize("message", LOST)
-def test_a_timeout_or_a_lost_peer_names_the_ranks(axis_of_two, monkeypatch, message):
+@pytest.mark.parametrize(("message", "kind"), ERROR_TYPES.items())
+def test_a_timeout_or_a_lost_peer_names_the_ranks(axis_of_two, monkeypatch, message, kind):
     monkeypatch.setattr(compat, "device_error", lambda: None)
-    with pytest.raises(TimeoutError, match=r"rank 5 .*'ring' to receive from 4") as raised:
+    with pytest.raises(kind, match=r"rank 5 .*'ring'.* to receive from 4") as raised:
         finish([FailingWork(RuntimeError(message))], axis_of_two, lambda: "to receive from 4")
     assert str(raised.value.__cause__) == message
 

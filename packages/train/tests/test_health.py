@@ -1,7 +1,9 @@
 """Missing ranks of a hung run, stacks of waiting ranks, and signals."""
 
+import ctypes
 import linecache
 import os
+import re
 import signal
 import sys
 import sysconfig
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from traceback import FrameSummary, StackSummary
 from types import FrameType, SimpleNamespace
 from typing import Any, cast
@@ -21,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from armillary.core.testing.world import fork_context
 from armillary.train.runtime.background import Background, GuardedSink
 from armillary.train.runtime.health import heartbeat
 from armillary.train.runtime.health.heartbeat import Calls, Heartbeat, missing_ranks, recorded_calls
@@ -35,7 +39,7 @@ from armillary.train.runtime.health.stacks import (
     stack_of,
     waits,
 )
-from armillary.train.runtime.health.stopping import StopSignal
+from armillary.train.runtime.health.stopping import REPEAT, StopSignal
 from armillary.train.runtime.health.watchdog import caused_by_peers
 
 WAITING = Heartbeat(
@@ -125,9 +129,17 @@ def test_errors_of_communication_are_caused_by_peers(worlds):
     assert worlds(2).run(errors_caused_by_peers) == [[True, True, False, False], [False, False]]
 
 
-def test_a_failed_kernel_is_not_caused_by_peers():
-    """An illegal memory access is raised by the next call that waits for the device."""
-    assert not caused_by_peers(torch.AcceleratorError("CUDA error: an illegal memory access was encountered"))
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        dist.DistBackendError("ncclUnhandledCudaError: Call to CUDA function failed. Cuda failure 2 'out of memory'"),
+    ],
+)
+def test_errors_of_this_ranks_device_are_not_caused_by_peers(error):
+    """A collective raises an illegal memory access of an earlier kernel, and may itself run out of memory."""
+    assert not caused_by_peers(error)
+    assert caused_by_peers(ConnectionError("lost a peer")) and caused_by_peers(TimeoutError("timed out"))
 
 
 @pytest.mark.parametrize(
@@ -159,6 +171,42 @@ def test_a_signal_reaches_nested_blocks():
         assert stop.received
         os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def block_in_c() -> None:
+    """Blocks the main thread in C, where no signal handler of Python runs, as a wait for a collective does."""
+    with StopSignal():
+        mutex, lock = ctypes.create_string_buffer(256), ctypes.CDLL(None).pthread_mutex_lock
+        lock(mutex)
+        Path("blocked").touch()
+        lock(mutex)
+
+
+def test_a_second_signal_ends_a_blocked_process_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    process = fork_context().Process(target=run_in, args=(tmp_path, block_in_c))
+    process.start()
+    while not Path("blocked").exists():
+        assert process.is_alive()
+        time.sleep(0.01)
+    for _ in range(2):  # a signal from the scheduler, and torchrun's copy of it
+        os.kill(process.pid, signal.SIGTERM)
+    process.join(REPEAT / 2)
+    assert process.exitcode is None
+    end = time.monotonic() + 60
+    while process.is_alive() and time.monotonic() < end:
+        os.kill(process.pid, signal.SIGUSR1)
+        process.join(REPEAT / 2)
+    process.kill()
+    assert process.exitcode == 128 + signal.SIGUSR1
+    assert re.search("armillary-train: .*SIGUSR1.*without saving", Path("stderr").read_text())
+
+
+def run_in(folder: Path, action: Callable[[], None]) -> None:
+    os.chdir(folder)
+    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
+    with Path("stderr").open("w") as sys.stderr:
+        action()
 
 
 def test_a_stop_signal_outside_of_the_main_thread_does_nothing():

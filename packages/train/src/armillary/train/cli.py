@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from armillary.data.console.exit import FAILED, PEER_ERRORS, DamagedInput, exit_on_error, record
+from armillary.data.console.exit import FAILED, exit_on_error
 from armillary.train.command import PROGRAM, read_command
 from armillary.train.runtime.health.watchdog import Watchdog
 from armillary.train.trainer import train, watchdog_of
@@ -16,7 +16,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     Exit codes: 0 trained to the last step, or saved and stopped by a signal; 1 failed while training, after a line that
     names rank, step and error, or before because of the machine or another rank; 2 refused to start, with the reason in
-    one line; 130 ^C.
+    one line; 130 ^C; 143 or 138 ended by a second SIGTERM or SIGUSR1. torchrun prints the line last (`report_failure`).
     """
     watchdog: Watchdog | None = None
     with exit_on_error(PROGRAM, is_started=lambda: watchdog is not None and watchdog.training_started):
@@ -29,10 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         watchdog = watchdog_of(command.run)
         try:
             train(command.run, watchdog, overrides)
-        except (FloatingPointError, DamagedInput, OSError) as error:
-            # `exit_on_error` handles errors before the first step. Errors of other ranks keep their traceback.
-            if not watchdog.training_started or isinstance(error, PEER_ERRORS):
-                raise
-            # The watchdog has printed the error; torchrun prints it again as the root cause.
-            record(f"{type(error).__name__}: {error}")
-            sys.exit(FAILED)
+        except Exception:
+            if watchdog.explained:
+                sys.exit(FAILED)
+            raise

@@ -58,6 +58,7 @@ class Command(Source):
       armillary-train --recipe llama3_8b_1m --dry-run
 
     The same command resumes from the newest checkpoint. The file overrides the recipe, and flags override both.
+    SIGTERM or SIGUSR1 ends the run after the step, with a checkpoint; a second one, at least 3 seconds later, at once.
     """
 
     dry_run: bool = False

@@ -41,7 +41,7 @@ def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str]
         ValueError: the configuration is invalid, it or the data differ between ranks, or a token store is damaged.
         FloatingPointError: a loss or gradient is not finite, on every rank (`--train.bad-step`).
         OSError: the last checkpoint cannot be saved or exported; on every rank.
-        TimeoutError: a rank is missing.
+        TimeoutError, ConnectionError: a rank is missing.
         RuntimeError: communication failed, or another run has taken the output folder.
     """
     watchdog = watchdog or watchdog_of(config)

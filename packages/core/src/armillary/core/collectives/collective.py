@@ -39,7 +39,7 @@ class Collective(Generic[R]):
         """Returns the result. On CUDA the current stream waits, not the host.
 
         Raises:
-            TimeoutError, torch.AcceleratorError, RuntimeError: as `Exchange.wait`.
+            TimeoutError, ConnectionError, torch.AcceleratorError, RuntimeError: as `Exchange.wait`.
         """
         if self.works:
             finish(self.works, self.axis, lambda: f"for all of its ranks {self.axis.ranks()}")

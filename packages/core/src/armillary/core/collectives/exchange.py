@@ -200,17 +200,19 @@ class Exchange(NamedTuple):
         """Waits until all messages have been sent and received. On CUDA the current stream waits, not the host.
 
         Raises:
-            TimeoutError: the axis' time-out passed, or a peer is lost; names the global ranks of all peers.
+            TimeoutError: the axis' time-out passed.
+            ConnectionError: a peer has closed its connection or is gone. Both name the global ranks of all peers.
             torch.AcceleratorError: an earlier kernel of this rank failed.
             RuntimeError: any other error of the backend, unchanged.
         """
-        finish(self.works, self.axis, self._describe)
+        finish(self.works, self.axis, lambda: describe_messages(self.axis, self.send_buffers, self.receive_buffers))
 
-    def _describe(self) -> str:
-        """Describes the messages by global ranks, for an error."""
-        ranks = self.axis.ranks()
-        sources, targets = ([ranks[peer] for peer in peers] for peers in (self.receive_buffers, self.send_buffers))
-        return f"to receive from {sources} and send to {targets}"
+
+def describe_messages(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> str:
+    """Describes messages by global ranks, for an error."""
+    ranks = axis.ranks()
+    sources, targets = ([ranks[peer] for peer in peers] for peers in (receive, send))
+    return f"to receive from {sources} and send to {targets}"
 
 
 def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Exchange:
@@ -228,6 +230,7 @@ def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Excha
 
     Raises:
         ValueError: a peer is this rank itself, or not a rank of the axis.
+        ConnectionError: as `Exchange.wait`, if the connection is closed already.
     """
     for peer in (*send, *receive):
         if peer == axis.rank or not 0 <= peer < axis.size:
@@ -235,12 +238,19 @@ def start_exchange(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> Excha
     send_tensors = {peer: flat.buffer for peer, flat in send.items()}
     receive_tensors = {peer: flat.buffer for peer, flat in receive.items()}
     trace_span = record(axis.name, "p2p", sum([x.nbytes for x in send_tensors.values()]), len(send_tensors))
-    works = compat.start_batch(axis.group, receive_tensors, send_tensors)
+    try:
+        works = compat.start_batch(axis.group, receive_tensors, send_tensors)
+    except RuntimeError as error:
+        raise_peer_error(error, axis, describe_messages(axis, send, receive))
+        raise
     return Exchange(axis, send, receive, tuple(works) if trace_span is None else end_span_on_wait(works, trace_span))
 
 
-LOST_PEER = re.compile(r"timed?[ -]?out|connect|peer|broken pipe|socket|remote process|abort", re.IGNORECASE)
-"""Matches the error messages of gloo, NCCL and torch for a time-out or a lost peer."""
+TIMED_OUT = re.compile(r"timed?[ -]?out", re.IGNORECASE)
+"""Matches the error messages of gloo, NCCL and torch for a time-out."""
+
+LOST_PEER = re.compile(r"connect|peer|broken pipe|socket|remote process|abort", re.IGNORECASE)
+"""Matches the error messages of gloo, NCCL and torch for a lost peer."""
 
 
 def finish(works: Sequence[dist.Work], axis: Axis, describe: Callable[[], str]) -> None:
@@ -250,7 +260,8 @@ def finish(works: Sequence[dist.Work], axis: Axis, describe: Callable[[], str]) 
         describe: returns a description of the operations for the error message.
 
     Raises:
-        TimeoutError: the axis' time-out passed, or a peer is lost.
+        TimeoutError: the axis' time-out passed.
+        ConnectionError: a peer has closed its connection or is gone.
         torch.AcceleratorError: an earlier kernel of this rank failed; no other rank is at fault.
         RuntimeError: any other error of the backend, unchanged, such as a message of an unexpected size.
     """
@@ -260,15 +271,28 @@ def finish(works: Sequence[dist.Work], axis: Axis, describe: Callable[[], str]) 
         with NO_SPAN if Trace.current is None else span(f"wait {axis.name}", "wait"):
             for work in works:
                 work.wait() if axis.timeout is None else work.wait(axis.timeout)
-    except torch.AcceleratorError:
-        raise  # a RuntimeError too, but not of communication: CUDA reports an earlier kernel's error at the next call
     except RuntimeError as error:
-        # NCCL may report a failed kernel of this rank as a communication error; the message below would blame a peer.
-        if axis.device != "cpu" and (kernel_error := compat.device_error()) is not None:
-            raise kernel_error from error
-        if not LOST_PEER.search(str(error)):
-            raise
-        reason = str(error).splitlines()[0]
-        raise TimeoutError(
-            f"rank {axis.ranks()[axis.rank]} waited in vain on axis {axis.name!r} {describe()}: {reason}"
-        ) from error
+        raise_peer_error(error, axis, describe())
+        raise
+
+
+def raise_peer_error(error: RuntimeError, axis: Axis, operations: str) -> None:
+    """Raises an error of communication with the cause and the ranks, if the cause is a lost or late peer.
+
+    Args:
+        operations: description of the operations that failed.
+
+    Raises:
+        TimeoutError, ConnectionError, torch.AcceleratorError: as `finish`.
+    """
+    if isinstance(error, torch.AcceleratorError):
+        return  # CUDA reports an earlier kernel's error at the next call
+    # NCCL may report a failed kernel of this rank as a communication error; the message below would blame a peer.
+    if axis.device != "cpu" and (kernel_error := compat.device_error()) is not None:
+        raise kernel_error from error
+    rank, reason = axis.ranks()[axis.rank], str(error).partition("\n")[0]
+    if TIMED_OUT.search(str(error)):
+        raise TimeoutError(f"rank {rank} timed out on axis {axis.name!r}, waiting {operations}: {reason}") from error
+    if LOST_PEER.search(str(error)):
+        lost = f"rank {rank} lost a peer on axis {axis.name!r}, which is gone or has closed its connection"
+        raise ConnectionError(f"{lost}, waiting {operations}: {reason}") from error

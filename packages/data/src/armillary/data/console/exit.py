@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
-import os
 import sys
-import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
+from typing import NoReturn
+
+from armillary.data.console.failure import error_file, printable, report_failure
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes: for invalid arguments or input; for work that failed or found no answer; for ^C."""
@@ -21,6 +20,9 @@ REFUSALS = (ValueError, ImportError, OSError)
 class DamagedInput(ValueError):
     """A file is damaged. If the work has begun, `armillary-train` exits with `FAILED` for it, not with `REFUSED`."""
 
+
+EXPLAINED = (FloatingPointError, DamagedInput, OSError)
+"""Errors raised with a message that says everything, so that they need no traceback."""
 
 MACHINE_ERRORS = frozenset(
     getattr(errno, name)
@@ -46,39 +48,20 @@ def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) 
         yield
     except KeyboardInterrupt:
         exit_with(program, "stopped", INTERRUPTED)
-    except REFUSALS as error:
-        if is_started():
-            raise
-        failed = isinstance(error, OSError) and (error.errno in MACHINE_ERRORS or isinstance(error, PEER_ERRORS))
-        exit_with(program, describe_error(error), FAILED if failed else REFUSED)
+    except Exception as error:
+        if isinstance(error, REFUSALS) and not is_started():
+            failed = isinstance(error, OSError) and (error.errno in MACHINE_ERRORS or isinstance(error, PEER_ERRORS))
+            exit_with(program, describe_error(error), FAILED if failed else REFUSED)
+        # Without torchrun Python prints the traceback. With it every rank would, and torchrun again for every rank.
+        if error_file() is not None and report_failure(program, "failed", error=error):
+            sys.exit(FAILED)
+        raise
 
 
-def exit_with(program: str, reason: str, code: int) -> None:
-    """Prints the reason in one line and ends the process with exit code `code`.
-
-    Under torchrun the line is also recorded as this rank's error, which torchrun prints when all ranks have ended. Most
-    errors are the same on all ranks, so only the first rank of each host prints a recorded line here too.
-    """
-    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    line = f"{rank}{program}: {one_line(reason)}"
-    recorded = record(line)
-    if not recorded or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
+def exit_with(program: str, reason: str, code: int) -> NoReturn:
+    """Reports the reason in one line and ends the process with exit code `code`. See `report_failure`."""
+    report_failure(program, one_line(reason))
     sys.exit(code)
-
-
-def record(line: str) -> bool:
-    """Writes a line to torchrun's error file of this rank; returns False if there is none or it cannot be written.
-
-    torch's own `record` would write a traceback. torchrun prints the text after "traceback : ", so the line begins with
-    a line break.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    with suppress(OSError):
-        if path:
-            Path(path).write_text(json.dumps({"message": f"\n{line}", "timestamp": str(int(time.time()))}))
-            return True
-    return False
 
 
 def describe_error(error: Exception) -> str:
@@ -91,16 +74,6 @@ def describe_error(error: Exception) -> str:
 def one_line(text: str) -> str:
     """Returns the text without line breaks, `printable`."""
     return printable(" ".join(line.strip() for line in text.splitlines()))
-
-
-def printable(text: str) -> str:
-    """Returns the text with unprintable characters escaped, except line feeds.
-
-    For all that commands print: names and values in files may have escape codes, which would control the terminal.
-    """
-    return "".join(
-        c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in text
-    )
 
 
 def print_lines(*lines: str) -> None:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 
+from armillary.data.console.failure import report_failure
+
+REPEAT = 3.0
+"""Seconds after a signal from which another one counts as a second request.
+
+A scheduler may signal torchrun and its ranks, and torchrun forwards the signal at once: that is one request.
+"""
+
 
 class StopSignal:
     """Context manager that handles SIGTERM and SIGUSR1: training ends on all ranks after the current step.
 
-    The handler only sets `received`, so that further signals do not interrupt the last save. Blocks of one object may
-    be nested: a signal that arrived in the outer block counts in the inner one. Outside of the main thread, the only
-    one in which Python handles signals, a block does nothing.
+    A second signal, `REPEAT` seconds after the first or later, ends the process at once, without saving.
+
+    Blocks of one object may be nested: a signal that arrived in the outer block counts in the inner one. Outside of the
+    main thread, the only one in which Python handles signals, a block does nothing.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -24,10 +36,14 @@ class StopSignal:
     def __init__(self) -> None:
         self.received = False
         self._previous_handlers: list[dict[signal.Signals, Any]] = []  # by signal, for each block that was entered
+        self._wakeup: int | None = None  # file descriptor to which Python writes the numbers of signals
+        self._previous_wakeup = -1
 
     def __enter__(self) -> Self:
         previous_handlers: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
+            if not self._previous_handlers:
+                self._watch()
             for number in self.SIGNALS:
                 previous_handlers[number] = signal.signal(number, self._receive)
         self._previous_handlers.append(previous_handlers)
@@ -39,9 +55,37 @@ class StopSignal:
         for number, handler in self._previous_handlers.pop().items():
             # The handler is None if it was not installed from Python.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if not self._previous_handlers and self._wakeup is not None:
+            signal.set_wakeup_fd(self._previous_wakeup)
+            os.close(self._wakeup)  # ends the thread
+            self._wakeup = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+
+    def _watch(self) -> None:
+        """Starts a thread that waits for the second signal.
+
+        Python runs `_receive` only once the main thread is back from a call into C++, which may wait for a collective
+        or for the GPU. But it writes the number of a signal to the file descriptor as soon as the signal arrives.
+        """
+        reader, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        self._previous_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        threading.Thread(target=self._end_at_second_signal, args=(reader,), name="signals", daemon=True).start()
+
+    def _end_at_second_signal(self, reader: int) -> None:
+        first: float | None = None
+        with suppress(OSError), os.fdopen(reader, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):  # empty when `__exit__` has closed the other end
+                if number[0] not in self.SIGNALS:
+                    continue
+                if first is None:
+                    first = time.monotonic()
+                elif time.monotonic() - first >= REPEAT:
+                    name = signal.Signals(number[0]).name
+                    report_failure("armillary-train", f"ended by {name}, the second signal, without saving")
+                    os._exit(128 + number[0])
 
     def is_requested(self, device: torch.device) -> bool:
         """Returns True on every rank if any rank has received a signal. Collective."""

@@ -2,13 +2,14 @@
 
 A rank that waits in a collective cannot be interrupted. So each rank has a thread that posts heartbeats in the store of
 the rendezvous, and raises an alarm when a step takes too long. After an alarm, the thread of every live rank posts the
-rank's state, prints the missing ranks (dead or hung: the others wait for them), and ends the process.
+rank's state, reports the missing ranks (dead or hung: the others wait for them), and ends the process.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import sys
 import threading
 import time
@@ -22,10 +23,10 @@ from typing import Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from armillary.core import compat
-from armillary.data.console.exit import REFUSALS, one_line, printable
+from armillary.data.console.exit import EXPLAINED, PEER_ERRORS, REFUSALS, one_line
+from armillary.data.console.failure import report_failure, write_to_stderr
 from armillary.train.runtime.health.heartbeat import Heartbeat, missing_ranks, recorded_calls
 from armillary.train.runtime.health.launcher import Launcher
 from armillary.train.runtime.health.stacks import communicates, current_stack, location_of, waits
@@ -36,6 +37,9 @@ SILENCE = 6.0
 SLOW_PHASE_FACTOR = 5
 """Factor on the time-out of a step, for the first step and for phases other than training."""
 
+OUT_OF_MEMORY = re.compile("out of memory|allocate memory", re.IGNORECASE)
+"""Matches the messages of torch, CUDA and NCCL if memory is exhausted."""
+
 GRACE = 20.0
 """Seconds for which the process continues after the main thread has failed, or after the store is gone."""
 
@@ -44,12 +48,12 @@ class Watchdog:
     """Context manager that ends a hung run: detects missing ranks, dumps their stacks and exits.
 
     `start_phase` begins a phase and sets the time that it may take. If the phase takes longer on any rank, every live
-    rank prints the missing ranks, writes the stacks of all its threads to `folder`/rank-N.txt and ends its process with
-    exit code 1.
+    rank reports the missing ranks, writes the stacks of all its threads to `folder`/rank-N.txt and ends its process
+    with exit code 1.
 
-    An error that leaves the block is printed in one line with rank and step, unless it refuses the run before training.
-    If communication raised the error, the missing ranks are printed too. If they have been printed before, a
-    TimeoutError that names them replaces the error.
+    An error that leaves the block is reported with rank and step, unless it refuses the run before training. If
+    communication raised the error, the missing ranks are reported. If they have been reported before, a TimeoutError
+    that names them replaces the error. Only the first rank of each torchrun reports a cause (`report_failure`).
 
     The process ends at once if its launcher has died, and after `GRACE` seconds if the store is gone and training has
     not ended by then.
@@ -67,10 +71,12 @@ class Watchdog:
         self.limit, self.flag, self.folder, self.program = limit, flag, folder, program
         # The training thread writes these fields, the watchdog's thread reads them.
         self.step, self.phase, self.training_started = 0, "starting", False
+        self.explained = False  # True once the failure has been reported so that a traceback would add nothing
         self._phase_limit, self._phase_start = SLOW_PHASE_FACTOR * self.limit, time.monotonic()
         self._failure: str | None = None  # error that this rank itself caused; its heartbeat carries it
         self._alarm: str | None = None  # this rank's reason to raise the alarm
         self._hang: str | None = None  # diagnosis after an alarm, with the missing ranks
+        self._peer_error: Exception | None = None  # error of communication, which is no cause if ranks are missing
         self._failing = False  # True once an error is leaving the block
         self._ended = False  # True once the block was left without an error
         self._launcher = Launcher()
@@ -123,17 +129,18 @@ class Watchdog:
         """Posts the first error of this rank, or raises the alarm if other ranks caused it. Ignores later ones."""
         if self._failing:
             return
-        failure = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         self._failing = True
-        # The command prints errors that refuse a run before training starts, such as an invalid setting.
-        if self.training_started or not isinstance(error, REFUSALS) or caused_by_peers(error):
-            self._print(f"failed in {self._heartbeat().position}: {failure}")
+        failed, message = f"failed in {self._heartbeat().position}", (str(error).splitlines() or [""])[0]
         if caused_by_peers(error):
-            self._alarm = f"in {self._heartbeat().position} another rank does not answer"
+            self._peer_error = error
+            self._alarm = f"{failed}: {type(error).__name__}: {message}"
         else:
-            self._failure = failure
+            # The command reports errors that refuse a run before training starts, such as an invalid setting.
+            if self.training_started or not isinstance(error, REFUSALS):
+                self._report_failure(failed, error=error)
+            self._failure = f"{type(error).__name__}: {message}"
         self._wake.set()
-        # Waits until the thread has posted the error, or has printed the missing ranks.
+        # Waits until the thread has posted the error, or has reported the missing ranks.
         self._reported.wait(4 * SILENCE)
 
     def _watch(self) -> None:
@@ -141,7 +148,7 @@ class Watchdog:
         try:
             reason = self._wait_for_alarm()
             if reason is not None:
-                self._print(*self._diagnose(reason))
+                self._diagnose(reason)
         except RuntimeError as error:  # the store does not answer
             self._wait_without_store(error)
         self._reported.set()
@@ -155,13 +162,15 @@ class Watchdog:
             self._end_without_launcher()
             time.sleep(0.1)
         if not self._ended:
-            self._print(f"the store of the rendezvous is gone: {one_line(str(error))}")
+            gone = f"the store of the rendezvous is gone: {one_line(str(error))}"
+            self._report_failure(*filter(None, [self._alarm]), gone, caused_by_peers=True)
 
     def _end_without_launcher(self) -> None:
         """Ends the process if its launcher has died, since it would still use the device when the run is restarted."""
         if self._launcher.has_exited:
-            position, launcher = self._heartbeat().position, self._launcher.pid
-            self._print(f"ends in {position}: torchrun (process {launcher}), which started this rank, is gone")
+            rank, position, launcher = self._heartbeats.rank, self._heartbeat().position, self._launcher.pid
+            reason = f"ends in {position}: torchrun (process {launcher}), which started this rank, is gone"
+            write_to_stderr(f"[rank {rank}] {self.program}: {reason}\n")
             os._exit(1)
 
     def _wait_for_alarm(self) -> str | None:
@@ -183,8 +192,8 @@ class Watchdog:
     def _heartbeat(self) -> Heartbeat:
         return Heartbeat(self.step, self.phase, failure=self._failure)
 
-    def _diagnose(self, reason: str) -> list[str]:
-        """Posts this rank's state, waits for all ranks' states, and returns lines that name the missing ranks."""
+    def _diagnose(self, reason: str) -> None:
+        """Posts this rank's state, waits for all ranks' states, and reports the missing ranks."""
         # 1. This rank's state: the line that the main thread executes, whether it waits, and the operations so far.
         stack, calls = current_stack(), recorded_calls()
         is_waiting = self._failing or waits(stack) or any(call.running for call in calls.values())
@@ -194,11 +203,24 @@ class Watchdog:
         # 2. Every rank applies the same rules to the states of all ranks, and so names the same missing ranks.
         beats, silent = self._heartbeats.gather()
         missing_lines = [f"missing: rank {rank}: {reason}" for rank, reason in missing_ranks(beats, silent).items()]
-        lines = [reason, *(missing_lines or ["no rank is missing: all wait for each other"])]
+        lines = missing_lines or ["no rank is missing: all wait for each other"]
         if not self._failing:  # a rank that is raising an error exits with that error instead
-            self._hang = "; ".join(lines)
-            record_for_torchrun(self._hang)
-        return [*lines, self._write(lines, beats)]
+            self._hang = "; ".join([reason, *lines])
+        # 3. The cause comes last. Without a missing rank the cause may be this rank's error.
+        stacks = self._write([reason, *lines], beats)
+        if missing_lines or self._peer_error is None:
+            self._report_failure(reason, stacks, *lines, caused_by_peers=True)
+        else:
+            self._report_failure(stacks, *lines, f"failed in {self._heartbeat().position}", error=self._peer_error)
+
+    def _report_failure(self, *lines: str, error: Exception | None = None, caused_by_peers: bool = False) -> None:
+        """Reports the cause, which is the last line or completed by `error`; see `report_failure`."""
+        # All ranks were well when the phase began. A second earlier, because torchrun compares whole seconds.
+        begin = time.time() - (time.monotonic() - self._phase_start) - 1 if caused_by_peers else None
+        recorded = report_failure(
+            self.program, *lines, error=error, rank=self._heartbeats.rank, caused_by_peers=caused_by_peers, begin=begin
+        )
+        self.explained = recorded or error is None or isinstance(error, EXPLAINED)
 
     def _write(self, lines: list[str], beats: dict[int, Heartbeat | None]) -> str:
         """Writes the lines, all heartbeats and the stacks of this process to a file; returns a line that names it."""
@@ -211,7 +233,7 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
         except OSError as error:
             return f"the stacks of this rank cannot be written to {path}: {error.strerror}"
-        return f"stacks of this rank: {path}"
+        return f"stacks of the ranks: {self.folder}"
 
     def _end(self) -> None:
         """Ends the process if training hangs, or if it has failed and another thread keeps the process alive."""
@@ -228,27 +250,14 @@ class Watchdog:
         # `sys.exit` would end only this thread; a main thread that waits in a collective cannot be interrupted.
         os._exit(1)
 
-    def _print(self, *lines: str) -> None:
-        rank = self._heartbeats.rank
-        with suppress(OSError):  # the process that reads this output may be gone
-            sys.stderr.write("".join(f"[rank {rank}] {self.program}: {printable(line)}\n" for line in lines))
-            sys.stderr.flush()
-
-
-def record_for_torchrun(reason: str) -> None:
-    """Records the reason as torchrun's root cause of the failure."""
-    try:
-        raise TimeoutError(reason)  # raised because `record_exception` reads the traceback of the current exception
-    except TimeoutError as error:
-        get_error_handler().record_exception(error)
-
 
 def caused_by_peers(error: Exception) -> bool:
     """Returns True if communication raised the error because another rank is gone or late."""
-    if isinstance(error, torch.AcceleratorError):  # a kernel of this rank failed, even if a collective raised its error
+    # A collective may also raise the error of a failed kernel of this rank, or run out of memory itself.
+    if isinstance(error, torch.AcceleratorError) or OUT_OF_MEMORY.search(str(error)):
         return False
     in_communication = isinstance(error, RuntimeError) and communicates(traceback.extract_tb(error.__traceback__))
-    return in_communication or isinstance(error, (TimeoutError, dist.DistError))
+    return in_communication or isinstance(error, (*PEER_ERRORS, dist.DistError))
 
 
 class Heartbeats:
