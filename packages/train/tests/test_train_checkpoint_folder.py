@@ -66,6 +66,17 @@ def test_every_change_of_a_checkpoint_is_named(folder, name, change, fault):
     assert checkpoint_fault(folder, 7).startswith(fault)
 
 
+@pytest.mark.parametrize("name", ["rank-0.safetensors", MANIFEST])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+def test_a_file_that_is_a_pipe_or_a_device_is_damaged(folder, tmp_path, name, make):
+    save(folder, 7)
+    (folder.path_of(7) / name).unlink()
+    make(folder.path_of(7) / name)
+    fault = f"{name} cannot be read (it is not a regular file)"
+    assert checkpoint_fault(folder, 7).removeprefix("file ") == fault
+    assert fault in refusal(export, [folder.path_of(7), tmp_path / "exported"])
+
+
 def rewrite(folder: CheckpointFolder, step: int, change) -> None:
     """Changes the fields of a manifest and updates its checksum."""
     manifest = folder.path_of(step) / MANIFEST

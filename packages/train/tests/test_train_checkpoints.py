@@ -621,6 +621,22 @@ def test_a_missing_rank_is_named(worlds):
     assert "Ranks 1 " in worlds(2).run(missing_rank)[0]
 
 
+def error_without_a_message() -> str:
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            raise MemoryError
+
+    ranks = Ranks(timedelta(minutes=5))
+    with pytest.raises(RuntimeError) as error:
+        ranks.on_all(fail)
+    ranks.close()
+    return str(error.value)
+
+
+def test_an_error_without_a_message_is_named_by_its_type(worlds):
+    assert all("rank 1: MemoryError" in message for message in worlds(2).run(error_without_a_message))
+
+
 # -- export -----------------------------------------------------------------------------------------------------------
 
 
