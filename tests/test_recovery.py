@@ -211,3 +211,4 @@ def test_infinite_loss_exits_with_1_and_names_the_step(tmp_path):
         output = launch.printed
     failed = r"\[rank [0-3]\] armillary-train: failed in step \d+: FloatingPointError: step \d+: loss (nan|inf)"
     assert re.match(failed, cause(output)), output
+    assert "in train_loop" not in output  # no traceback of a rank

@@ -136,7 +136,9 @@ class Watchdog:
             self._alarm = f"{failed}: {type(error).__name__}: {message}"
         else:
             # The command reports errors that refuse a run before training starts, such as an invalid setting.
-            if self.training_started or not isinstance(error, REFUSALS):
+            if isinstance(error, EXPLAINED) and self.training_started:
+                self._report_failure(f"{failed}: {type(error).__name__}: {error}")
+            elif self.training_started or not isinstance(error, REFUSALS):
                 self._report_failure(failed, error=error)
             self._failure = f"{type(error).__name__}: {message}"
         self._wake.set()
@@ -220,7 +222,7 @@ class Watchdog:
         recorded = report_failure(
             self.program, *lines, error=error, rank=self._heartbeats.rank, caused_by_peers=caused_by_peers, begin=begin
         )
-        self.explained = recorded or error is None or isinstance(error, EXPLAINED)
+        self.explained = recorded or error is None
 
     def _write(self, lines: list[str], beats: dict[int, Heartbeat | None]) -> str:
         """Writes the lines, all heartbeats and the stacks of this process to a file; returns a line that names it."""
