@@ -4,32 +4,86 @@ import json
 import re
 import subprocess
 import sys
+import tarfile
 import time
 import warnings
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from armillary.core import compat
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from gpu import command
-from gpu.check import Check, Row, Setting, correct
+from gpu.check import ASSUMED_FLOPS, Check, Row, Setting, correct, not_run
 from gpu.device import CpuDevice, CudaDevice, Peak
 
 SLOW = ("compile", "length", "memory", "offload", "train", "upipe-memory")
 """Checks whose rehearsal takes seconds: compilers, simulations, launchers and many steps."""
+AMPLE = ("--minutes", "1000")
+"""Time limits of a rehearsal that other work on the machine cannot exhaust."""
+
+
+class Arithmetic(TorchDispatchMode):
+    """Counts operations of matrix products, and of attention's kernel over half of all pairs, the least it computes."""
+
+    flops = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func.namespace == "armillary":
+            with self:  # the implementation of our op, which the dispatcher would not show to this mode
+                return compat.function_of(func)(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func in ATTENTION:
+            factor, first = ATTENTION[func]
+            q, k = args[first : first + 2]  # [B, H, T, D] and [B, K, S, D]
+            self.flops += factor * q.numel() * k.shape[2]
+        elif func._overloadpacket in flop_registry and "attention" not in func.name():
+            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+        return result
+
+
+ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (2, 0),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (5, 1),
+}
+"""By kernel, operations per pair and element of q, halved, and the index of q among the arguments."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in SLOW)) for n in command.ORDER])
-def test_every_check_can_be_rehearsed_without_a_gpu(name, tmp_path, capsys):
-    assert command.main([name, "--here", "--fake", "--out", str(tmp_path)]) == 0
+def test_every_check_can_be_rehearsed_within_its_arithmetic(name, tmp_path, capsys):
+    """The closed form of its operations is at least those that it runs here."""
+    check, arithmetic = command.checks()[name], Arithmetic()
+    with nullcontext() if name in SLOW else arithmetic:
+        assert command.main([name, "--here", "--fake", *AMPLE, "--out", str(tmp_path)]) == 0
+    assert arithmetic.flops <= check.flops(Setting(CpuDevice(), fake=True))
     rows = json.loads((tmp_path / f"gpu-{name}.json").read_text())["rows"]
     assert rows and all(list(row) == ["what", "measured", "unit", "bar", "source", "passed"] for row in rows)
     assert "a rehearsal" in (tmp_path / f"gpu-{name}.md").read_text()
     assert "1 of 1 checks passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", command.ORDER)
+def test_arithmetic_fits_into_the_time_limit_on_an_h100(name):
+    check = command.checks()[name]
+    assert check.flops(Setting(CpuDevice(), fake=False)) / ASSUMED_FLOPS <= check.seconds
+
+
+def test_time_limits_bound_large_models():
+    """Closed forms that count steps would fall to nothing if a check lost them."""
+    setting = Setting(CpuDevice(), fake=False)
+    seconds = {name: check.flops(setting) / ASSUMED_FLOPS for name, check in command.checks().items()}
+    assert all(seconds[name] > 5 for name in ("mfu", "share", "length", "offload", "baseline", "fsdp"))
 
 
 def test_order_lists_all_checks_and_a_session_has_time_for_them():
@@ -118,6 +172,20 @@ def test_session_ends_a_hung_process_with_its_children(monkeypatch, tmp_path):
         time.sleep(0.1)
 
 
+def test_an_archive_has_all_reports(tmp_path, capsys):
+    archive = tmp_path / "sent" / "reports.tgz"
+    for name in ("streams", "pinned"):
+        places = ["--out", str(tmp_path / "out"), "--archive", str(archive)]
+        assert command.main([name, "--here", "--fake", *AMPLE, *places]) == 0
+    with tarfile.open(archive) as packed:
+        assert packed.getnames() == [f"gpu-{name}.{kind}" for name in ("pinned", "streams") for kind in ("json", "md")]
+        rows = json.load(packed.extractfile("gpu-pinned.json"))["rows"]
+    assert "not run" in rows[0]["measured"] and [path.name for path in archive.parent.iterdir()] == ["reports.tgz"]
+    with pytest.raises(SystemExit):
+        command.main(["streams", "--fake", "--archive", str(archive)])
+    assert "--archive" in capsys.readouterr().err
+
+
 def status_of(process: str) -> str:
     """State of a process; "Z" if it has ended."""
     with suppress(OSError):
@@ -139,6 +207,14 @@ def test_the_verdict_of_a_check_follows_from_its_rows(passed, ended, verdict, me
     rows = [Row(str(i), i, passed=each) for i, each in enumerate(passed)]
     outcome = command.Outcome(rows, 1.0, ended, "why" if not ended or not rows else "")
     assert (outcome.verdict, outcome.measured) == (verdict, measured)
+
+
+def test_a_check_whose_measurements_are_not_run_is_left_out():
+    refused = not_run("something", "why")
+    assert not refused.ran and refused.passed is None and Row("x", 1.0).ran
+    outcome = command.Outcome([refused, refused])
+    assert outcome.verdict == "left out" and "not run: why" in outcome.measured
+    assert command.Outcome([refused, Row("x", 1.0)]).verdict == "told"
 
 
 def wrong(_: Setting):
@@ -198,6 +274,15 @@ def test_cpu_device_reports_reads_and_labelled_time():
 
     assert 0 < device.labelled(labelled, "here") < 60
     assert device.labelled(labelled, "elsewhere") == 0
+
+
+def test_without_pydantic_checks_run_that_do_not_need_it(tmp_path):
+    code = "import runpy, sys; sys.modules.update(pydantic=None, tyro=None); runpy.run_path('gpu', run_name='__main__')"
+    options = ("resume", "pinned", "--here", "--fake", *AMPLE, "--out", str(tmp_path))
+    subprocess.run([sys.executable, "-c", code, *options], cwd=Path(command.__file__).parent.parent, check=True)
+    rows = {name: json.loads((tmp_path / f"gpu-{name}.json").read_text())["rows"] for name in options[:2]}
+    assert len(rows["resume"]) == 1 and "not run: the trainer" in rows["resume"][0]["measured"]
+    assert len(rows["pinned"]) > 3
 
 
 class Event:

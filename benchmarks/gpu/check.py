@@ -12,11 +12,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import build_mesh
 from armillary.train.runtime.fake_world import fake_world
-from gpu.device import Device
+from gpu.device import Device, Work
 
 T = TypeVar("T")
 
 MOST_RANKS = 8
+WARMUP, REPEATS = 2, 5
+"""Calls of a function before it is timed, and while it is."""
+ASSUMED_FLOPS = 0.4 * 989e12
+"""FLOP/s with which a check's arithmetic must fit into its time limit: 40% of an H100's dense peak in 16 bits. Matrix
+products attain 65% to 80% of it, cuDNN's attention 52% to 60%, FlashAttention-2's 33% to 37%."""
+NOT_RUN = "not run"
 
 
 class Row(NamedTuple):
@@ -35,6 +41,11 @@ class Row(NamedTuple):
     bar: str = "-"
     source: str = ""
     passed: bool | None = None
+
+    @property
+    def ran(self) -> bool:
+        """False for a row of `not_run`."""
+        return not str(self.measured).startswith(NOT_RUN)
 
     def as_dict(self) -> dict[str, Any]:
         return self._asdict()
@@ -64,6 +75,19 @@ class Setting:
         """Returns `fake` in a rehearsal, else `real`."""
         return fake if self.fake else real
 
+    @property
+    def calls(self) -> int:
+        """Calls of a function by `time`, and by `host_time`."""
+        return self.size(WARMUP + REPEATS, 1)
+
+    def time(self, work: Work) -> float:
+        """Median device seconds of a call after warm-up; in a rehearsal the seconds of one call."""
+        return self.device.seconds(work, self.size(REPEATS, 1), self.size(WARMUP, 0))
+
+    def host_time(self, work: Work) -> float:
+        """Median host seconds of a call after warm-up; in a rehearsal the seconds of one call."""
+        return self.device.host_seconds(work, self.size(REPEATS, 1), self.size(WARMUP, 0))
+
     def is_so(self, label: str, measured: float | str, so: bool, bar: str, source: str) -> Row:
         """A fact that is judged only on a GPU."""
         return Row(label, measured, "", bar, source, None if self.fake else so)
@@ -92,9 +116,18 @@ class Setting:
             yield mesh
 
 
+def not_run(label: str, reason: str) -> Row:
+    """A measurement that this machine does not allow. It is no failure."""
+    return Row(label, f"{NOT_RUN}: {reason}")
+
+
 def correct(label: str, error: float, limit: float, source: str) -> Row:
     """A relative error, judged on every device."""
     return Row(label, error, "", f"at most {limit:.2g}", source, error <= limit)
+
+
+def no_flops(_: Setting) -> float:
+    return 0.0
 
 
 @dataclass(frozen=True)
@@ -103,7 +136,8 @@ class Check:
 
     Args:
         holds: the requirement, for the final table.
-        seconds: time limit in a session of 30 minutes.
+        seconds: time limit in a session of `command.SESSION` minutes.
+        flops: upper bound of the floating-point operations of one GPU, by a closed form.
         gpus: number of GPUs that it needs.
         nccl: runs once under each of torch's NCCL backends.
     """
@@ -113,5 +147,6 @@ class Check:
     run: Callable[[Setting], Iterator[Row]]
     holds: str
     seconds: int
+    flops: Callable[[Setting], float] = no_flops
     gpus: int = 1
     nccl: bool = False

@@ -1,16 +1,17 @@
-"""Checks of this repository on the GPUs of a machine, in the order of a first session: 30 minutes on 8 of them.
+"""Checks of this repository on the GPUs of a machine, in the order of a first session: 40 minutes on 8 of them.
 
     python benchmarks/gpu                        # all that fit this machine, and a table
     python benchmarks/gpu kernels step           # two of them
-    python benchmarks/gpu --minutes 90           # the same checks with three times the time limits
+    python benchmarks/gpu --minutes 120          # the same checks with three times the time limits
     python benchmarks/gpu --fake                 # a rehearsal with tiny sizes, without a GPU
 
 Checks that use NCCL run under both of torch's NCCL backends (TORCH_DIST_USE_NCCL2 1 and 0). Each check is a process,
 which is killed at its time limit. Checks on several GPUs are skipped on a machine with one.
 
 Needs torch 2.11 or newer and a GPU; the packages of this repository need not be installed. Reports are written to
-docs/benchmarks, as gpu.md, gpu-CHECK.md and .json, or to --out; a rehearsal writes reports only with --out. Exits with
-1 if a check fails or exceeds its time limit, and with 2 if none could run.
+docs/benchmarks, as gpu.md, gpu-CHECK.md and .json, or to --out; a rehearsal writes reports only with --out. --archive
+packs them into one file. A measurement that the machine does not allow is reported as "not run", with the reason.
+Exits with 1 if a check fails or exceeds its time limit, and with 2 if none could run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import traceback
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -38,14 +40,19 @@ from armillary.data.console.table import Column, print_table
 from gpu.check import Check, Row, Setting
 from gpu.device import CpuDevice, CudaDevice
 
-MODULES = ("groups", "kernels", "steps", "ranks", "overlap", "memory", "shares")
+MODULES = (
+    *("groups", "kernels", "merges", "steps", "ranks", "one_gpu", "exactness"),
+    *("overlap", "memory", "shares", "costs", "baseline"),
+)
 ORDER = (
     *("groups", "kernels", "merge", "step", "conformance", "train"),  # correctness
+    *("nccl-one-gpu", "deterministic", "sdpa-thread", "resume", "sanitizer"),
     *("hang", "fault", "mixed"),  # failures
     *("overlap", "queue", "ring-memory", "streams", "cudnn-threads"),  # assumptions of the planner and the simulator
     *("throughput", "memory", "upipe-memory", "mfu", "offload", "share", "length", "compile", "trace"),
+    *("loss", "packed", "pinned", "merge-launch", "fsdp", "baseline"),  # parts of a step, and a plain loop
 )
-SESSION = 30
+SESSION = 40
 """Minutes for all checks, with both NCCL backends."""
 STARTING = 20.0
 """Seconds for the start of a check's process."""
@@ -86,7 +93,7 @@ class Outcome(NamedTuple):
             return "FAILED"
         if not self.ended:
             return "OUT OF TIME"
-        if not self.rows:
+        if not any(row.ran for row in self.rows):
             return "left out"
         return "passed" if any(row.passed for row in self.rows) else "told"
 
@@ -122,9 +129,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if outcome.reason and options.rows is None:
             print(f"  {outcome.reason}", flush=True)
         write_rows(run, outcome, options)
+        write_archive(options)  # after each check, because the session may be killed
     failed = [name for name, outcome in outcomes.items() if outcome.verdict in ("FAILED", "OUT OF TIME")]
     if options.rows is None:
         show(all_checks, outcomes, options)
+        write_archive(options)
         executed = [name for name, outcome in outcomes.items() if outcome.verdict != "left out"]
         print(f"{len(executed) - len(failed)} of {len(executed)} checks passed", *failed[:1] and ["failed:"])
         print(*failed, sep="\n", end="\n" * bool(failed))
@@ -140,6 +149,7 @@ def parsed(all_checks: dict[str, Check], arguments: Sequence[str] | None) -> Nam
     parser.add_argument("--fake", action="store_true", help="rehearsal on the CPU, without judging speeds")
     parser.add_argument("--minutes", type=float, default=SESSION, help="duration of the session (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder of the reports (default: docs/benchmarks)")
+    parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="also pack all reports into one file")
     parser.add_argument("--here", action="store_true", help="run in this process, with its NCCL backend")
     parser.add_argument("--rows", type=Path, help="with --here: write rows to this file and print no table")
     options = parser.parse_args(arguments)
@@ -147,6 +157,8 @@ def parsed(all_checks: dict[str, Check], arguments: Sequence[str] | None) -> Nam
         parser.error(f"no check {', '.join(unknown)}; known: {', '.join(all_checks)}")
     if not options.minutes > 0:
         parser.error(f"--minutes {options.minutes:g}: must be above 0")
+    if options.archive is not None and options.out is None and (options.fake or options.here):
+        parser.error("--archive: no reports are written without --out in a rehearsal or with --here")
     options.chosen = options.chosen or list(all_checks)
     options.out = options.out or (None if options.fake or options.here else report.RESULTS)
     return options
@@ -304,6 +316,19 @@ def write_rows(run: Run, outcome: Outcome, options: Namespace) -> None:
         name = "-".join(filter(None, ("gpu", run.check.name, run.backend)))
         took = [f"{outcome.seconds:.0f} s", *filter(None, [outcome.reason])]
         report.write(name, run.name, [row.as_dict() for row in outcome.rows], [*notes(options), *took], options.out)
+
+
+def write_archive(options: Namespace) -> None:
+    """Packs the reports in the folder into `--archive`, which is complete at any time."""
+    if options.archive is None:
+        return
+    options.archive.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = options.archive.with_name(f"{options.archive.name}.partial")
+    with tarfile.open(partial_file, "w:gz") as archive:
+        for path in sorted(options.out.glob("gpu*")):
+            if path.suffix in (".md", ".json"):
+                archive.add(path, path.name)
+    partial_file.replace(options.archive)
 
 
 def notes(options: Namespace) -> list[str]:

@@ -14,9 +14,9 @@ from torch import Tensor
 from armillary.attention import AttentionMask, Local, reference_attention
 from armillary.attention.kernels import KERNELS, Cudnn, Dense, Inputs, Kernel, Scores, efficiency
 from armillary.core import SequenceLayout
-from armillary.core.collectives.merge import fused_kernel, merge_by_ops_
 from armillary.core.testing import relative_error
-from gpu.check import Check, Row, Setting, correct
+from gpu.arithmetic import BACKWARD, FORWARD, attention_flops, causal_pairs
+from gpu.check import WARMUP, Check, Row, Setting, correct
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor]
 """q [B, T, H, D], k and v [B, S, K, D], dout [B, T, H, D]."""
@@ -118,9 +118,14 @@ def error_row(label: str, run: Callable[[], dict[str, Tensor]], expected: dict[s
     return correct(f"{label}: {tensor}", error, limit, SOURCE)
 
 
+def large_sizes(setting: Setting) -> tuple[int, int, int]:
+    """Tokens of the sequence and of the whole batch, the window, and the tokens of a row of the batch."""
+    return setting.size((2**31 // (32 * 128) + 4096, 1023, 2048), (60, 7, 4))
+
+
 def check_large(setting: Setting) -> Iterator[Row]:
     """Sequences and batches of more than 2^32 elements: their last tokens compared with a small call."""
-    tokens, window, short = setting.size((2**31 // (32 * 128) + 4096, 1023, 2048), (60, 7, 4))
+    tokens, window, short = large_sizes(setting)
     windowed, causal = AttentionMask(window=(window, 0)), AttentionMask()
     tail, heads = setting.size(512, 16), setting.size((32, 8), (4, 1))
     long = Shape(tokens, 128, windowed, 1, *heads)
@@ -194,59 +199,17 @@ def throughput_rows(
             )
 
 
-# -- merging partial results -------------------------------------------------------------------------------------------
-
-MERGED_LIMIT = 1e-6
-"""Limit of the relative error of float32 accumulators: a few roundings."""
-
-
-def check_merge(setting: Setting) -> Iterator[Row]:
-    """Error of the fused kernel against torch's ops in float64, and its speed relative to torch's ops."""
-    kernel = fused_kernel(setting.device.type)
-    yield setting.is_so(
-        "fused kernel", "none" if kernel is None else kernel.__name__, kernel is not None, "one", "Triton"
-    )
-    merge = kernel or merge_by_ops_
-    for tokens, name in ((setting.size(4096, 24), "tokens first"), (setting.size(4093, 23), "heads first")):
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            tensors = partial_results(setting, tokens, dtype, name == "heads first")
-            expected, result = [x.double() for x in tensors], [x.clone() for x in tensors]
-            merge_by_ops_(*expected)
-            merge(*result)
-            label = f"{str(dtype).removeprefix('torch.')}, {tokens:,} {name}"
-            for tensor, x, y in zip(("out", "lse"), result, expected, strict=False):
-                is_finite = y.isfinite()
-                same = torch.equal(is_finite, x.isfinite())
-                error = relative_error(x[is_finite], y[is_finite]) if same else torch.inf
-                yield correct(f"{label}: {tensor}", error, MERGED_LIMIT, SOURCE)
-    tensors = partial_results(setting, setting.size(32_768, 24), torch.bfloat16, heads_first=False)
-    fused, ops = (
-        setting.device.seconds(partial(merge_function, *tensors), 10) for merge_function in (merge, merge_by_ops_)
-    )
-    moved = tensors[0].numel() * (4 + 2 + 4) / fused
-    yield setting.at_least("fused over torch's ops", ops / fused, 1.5, "x", "10 bytes an element, not 18")
-    yield Row("bytes of out and its part", moved / 1e12, "TB/s", source="of 3.35 on an H100, 4.8 on an H200")
-
-
-def partial_results(setting: Setting, tokens: int, dtype: torch.dtype, heads_first: bool) -> list[Tensor]:
-    """Two partial results (out, lse), in which some rows have seen no key; lse has the kernels' layout."""
-    torch.manual_seed(0)
-    shape, place = (1, tokens, setting.size(32, 2), 128), {"device": setting.device.torch}
-    out, other_out = torch.randn(shape, **place), torch.randn(shape, dtype=dtype, **place)
-    if heads_first:
-        other_out = other_out.transpose(1, 2).contiguous().transpose(1, 2)
-    lse, other_lse = (torch.randn(1, shape[2], tokens, **place).transpose(1, 2) for _ in range(2))
-    for hidden, x, its_lse in ((slice(0, None, 3), out, lse), (slice(0, None, 5), other_out, other_lse)):
-        x[:, hidden], its_lse[:, hidden] = 0, -torch.inf
-    return [out, lse, other_out, other_lse]
-
-
 # -- graphs of cuDNN ---------------------------------------------------------------------------------------------------
+
+
+THREADS_TOKENS = 4096
 
 
 def check_cudnn_threads(setting: Setting) -> Iterator[Row]:
     """Times of the first call of a shape in this thread and in another thread, like that of backward."""
-    q, k, v, _ = Shape(setting.size(4096, 16), 128, AttentionMask()).tensors(torch.bfloat16, setting.device.torch)
+    q, k, v, _ = Shape(setting.size(THREADS_TOKENS, 16), 128, AttentionMask()).tensors(
+        torch.bfloat16, setting.device.torch
+    )
     kernel: Kernel = Dense() if setting.fake else Cudnn()
 
     def call() -> float:
@@ -268,9 +231,59 @@ def check_cudnn_threads(setting: Setting) -> Iterator[Row]:
     )
 
 
+FLOAT64 = 16
+"""An H100's peak in 16 bits over that in float64."""
+
+
+def kernels_flops(setting: Setting) -> float:
+    """Every shape in three dtypes by every kernel and by the reference, and the last tokens of two large tensors."""
+    every = [*shapes(setting).values()]
+    pairs = sum(each.batch * each.tokens * (each.keys or each.tokens) * each.heads * each.head_dim for each in every)
+    small = 3 * (FORWARD + BACKWARD) * pairs * (len(KERNELS) + FLOAT64)
+    tokens, window, short = large_sizes(setting)
+    heads = setting.size(32, 4)
+    large = attention_flops(tokens * (window + 1) + tokens * short, heads=heads)
+    last = setting.size(512, 16)
+    reference = attention_flops((last + window) ** 2 + short**2, heads=heads)
+    return small + len(KERNELS) * large + FLOAT64 * reference
+
+
+def throughput_flops(setting: Setting) -> float:
+    """Forward and backward of every kernel, full and causal, and a forward before them."""
+    tokens = setting.size(32_768, 64)
+    calls = setting.size(10 + WARMUP, 1 + WARMUP)
+    pairs = tokens**2 + causal_pairs(tokens)
+    return len(KERNELS) * (calls * attention_flops(pairs) + attention_flops(pairs, FORWARD))
+
+
+def threads_flops(setting: Setting) -> float:
+    """Four forward passes, full in a rehearsal's dense kernel."""
+    return 4 * attention_flops(setting.size(THREADS_TOKENS, 16) ** 2, FORWARD)
+
+
 CHECKS = (
-    Check("kernels", "Attention kernels against float64", check_kernels, "errors of three roundings at most", 120),
-    Check("throughput", "TFLOP/s of attention kernels", check_throughput, "90% of the published figures", 75),
-    Check("merge", "Partial attention merged by one kernel", check_merge, "float32's roundings; 1.5x torch's ops", 30),
-    Check("cudnn-threads", "cuDNN's graphs in autograd's thread", check_cudnn_threads, "not built again there", 25),
+    Check(
+        "kernels",
+        "Attention kernels against float64",
+        check_kernels,
+        holds="errors of three roundings at most",
+        seconds=120,
+        flops=kernels_flops,
+    ),
+    Check(
+        "throughput",
+        "TFLOP/s of attention kernels",
+        check_throughput,
+        holds="90% of the published figures",
+        seconds=75,
+        flops=throughput_flops,
+    ),
+    Check(
+        "cudnn-threads",
+        "cuDNN's graphs in autograd's thread",
+        check_cudnn_threads,
+        holds="not built again there",
+        seconds=25,
+        flops=threads_flops,
+    ),
 )

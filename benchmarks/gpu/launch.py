@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -26,13 +27,15 @@ class Place(NamedTuple):
     port: int
 
 
-def on_ranks(setting: Setting, function: Callable[..., R], *args: Any, seconds: float = 120.0) -> list[R]:
-    """Calls `function(place, *args)` on fresh ranks, one for each GPU; returns the results in rank order.
+def on_ranks(
+    setting: Setting, function: Callable[..., R], *args: Any, seconds: float = 120.0, ranks: int | None = None
+) -> list[R]:
+    """Calls `function(place, *args)` on fresh ranks, by default one for each GPU; returns the results in rank order.
 
     Raises:
         RankFailed: a rank raised, exited, or took longer than `seconds`.
     """
-    world = World(setting.ranks)
+    world = World(ranks or setting.ranks)
     try:
         return world.run(function, Place(setting.device.type, free_port()), *args, timeout=seconds)
     finally:
@@ -79,6 +82,37 @@ def joined(
             dist.destroy_process_group()
 
 
+SEPARATE_HOSTS = {
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NET": "Socket",
+    "NCCL_NET_PLUGIN": "none",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_MAX_NCHANNELS": "2",
+}
+"""Settings under which NCCL sends between processes of one machine through sockets of the loopback interface."""
+
+
+@contextmanager
+def sharing_gpu(place: Place, timeout: timedelta = timedelta(minutes=2)) -> Generator[int]:
+    """As `joined`, with all ranks on the first GPU.
+
+    NCCL refuses two ranks of one host on one GPU. It takes the host's name from NCCL_HOSTID.
+    """
+    os.environ |= SEPARATE_HOSTS | {"NCCL_HOSTID": f"rank-{dist.get_rank()}"}
+    if place.device == "cuda":
+        torch.cuda.set_device(0)
+    with joined(place, timeout) as rank:
+        yield rank
+
+
 def worst(results: list[list[float]]) -> Iterator[float]:
     """The maximum of each value over ranks."""
     return map(max, zip(*results, strict=True))
+
+
+def environment() -> dict[str, str]:
+    """This process's environment with the packages of this repository on the path."""
+    packages = Path(__file__).parent.parent.parent / "packages"
+    paths = [*map(str, sorted(packages.glob("*/src"))), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}

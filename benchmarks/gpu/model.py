@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from armillary.attention import AttentionMask, Local
-from armillary.core import clip_gradients
+from armillary.attention import AttentionMask, Local, Method
+from armillary.core import SequenceLayout, clip_gradients
 from armillary.core.placements import local_of
 from armillary.models import Checkpointing, Llama, LlamaConfig, initialize, linear_token_loss, parallelize
 from gpu.check import Setting
@@ -29,19 +30,26 @@ POLICIES = {
 }
 
 
-def cut(setting: Setting, layers: int) -> LlamaConfig:
-    """LLaMA-3-8B with fewer layers."""
+def cut(setting: Setting, layers: int = 4) -> LlamaConfig:
+    """LLaMA-3-8B with fewer layers; `TINY` in a rehearsal."""
     return setting.size(replace(LlamaConfig.llama3_8b(), layers=layers), TINY)
 
 
 @dataclass(frozen=True)
 class Training:
-    """A model, its optimizer and one row of tokens."""
+    """A model, its optimizer and this rank's tokens of one row.
+
+    Args:
+        layout: the row's layout over ranks.
+        positions: global positions of this rank's tokens.
+    """
 
     model: Llama
     optimizer: AdamW
+    layout: SequenceLayout
     tokens: Tensor
     labels: Tensor
+    positions: Tensor
 
     @classmethod
     def on(
@@ -50,18 +58,27 @@ class Training:
         config: LlamaConfig,
         length: int,
         checkpointing: Checkpointing,
-        precision: torch.dtype = torch.bfloat16,
-        compiler: str | None = None,
+        precision: torch.dtype | None = torch.bfloat16,
+        attention: Method | None = None,
+        **options: Any,
     ) -> Training:
-        """Draws weights and tokens from one seed; weights drawn on the device differ between device types."""
+        """Draws weights and tokens from one seed; weights drawn on the device differ between device types.
+
+        Args:
+            attention: method over axes of the mesh; by default attention on one rank.
+            options: of `parallelize`.
+        """
+        method = Local() if attention is None else attention
         with torch.device("meta"):
-            model = Llama(config, Local())
-        parallelize(model, mesh, checkpointing=checkpointing, precision=precision, compiler=compiler)
+            model = Llama(config, method)
+        parallelize(model, mesh, checkpointing=checkpointing, precision=precision, **options)
         model.to_empty(device=mesh.device_type)
         initialize(model, seed=0)
         row = torch.randint(config.vocab_size, (1, length + 1), generator=torch.Generator().manual_seed(0))
-        optimizer = AdamW(model.parameters(), lr=1e-4, fused=True)
-        return cls(model, optimizer, *(x.to(mesh.device_type) for x in (row[:, :-1], row[:, 1:].contiguous())))
+        layout = method.layout(length)
+        shards = (layout.take(x, method.shard) for x in (row[:, :-1], row[:, 1:]))
+        tensors = (x.to(mesh.device_type) for x in (*shards, layout.positions(method.shard)))
+        return cls(model, AdamW(model.parameters(), lr=1e-4, fused=True), layout, *tensors)
 
     def take_weights(self, weights: dict[str, Tensor]) -> None:
         """Copies the weights of another model, from any device."""
@@ -73,16 +90,20 @@ class Training:
         return {name: local_of(p).detach().clone() for name, p in self.model.named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the last `backward`, on the host."""
+        """All gradients of the last `backward`, on the host. Every rank must call it, since FSDP2 shards them."""
         result = {name: p.grad for name, p in self.model.named_parameters()}
-        return {name: local_of(grad).cpu() for name, grad in result.items() if grad is not None}
+        return {name: full(grad).cpu() for name, grad in result.items() if grad is not None}
 
     def loss(self) -> Tensor:
+        """This rank's share of the loss: the sum over its tokens, divided by the tokens of all ranks."""
+
         def head(hidden: Tensor, weight: Tensor) -> Any:
             return linear_token_loss(hidden, weight, self.labels)
 
-        total, count = self.model(self.tokens, mask=AttentionMask(), head=head)
-        return total / count
+        total, _ = self.model(
+            self.tokens, positions=self.positions, mask=AttentionMask(), layout=self.layout, head=head
+        )
+        return total / self.layout.length
 
     def backward(self) -> Tensor:
         loss = self.loss()
@@ -94,3 +115,8 @@ class Training:
         clip_gradients(self.model, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+
+def full(x: Tensor) -> Tensor:
+    """All shards of a DTensor, as a local tensor."""
+    return x.full_tensor() if isinstance(x, DTensor) else x

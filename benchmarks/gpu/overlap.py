@@ -23,13 +23,12 @@ from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import grid_of
 from armillary.core import Axis, Exchange, compat
-from gpu.check import Check, Row, Setting
+from gpu.arithmetic import DIM, FORWARD, HEADS, KEY_HEADS, attention_flops, causal_pairs
+from gpu.check import REPEATS, WARMUP, Check, Row, Setting
 from gpu.device import CpuDevice, CudaDevice, Device
 from gpu.groups import mesh_of_all
 from gpu.kernels import usable
 from gpu.launch import Place, joined, on_ranks, worst
-
-HEADS, KEY_HEADS, DIM = 32, 8, 128
 
 
 def device_at(place: Place) -> Device:
@@ -58,9 +57,12 @@ class RingTimes(NamedTuple):
         return 1 - (self.complete - self.without_exchanges) / self.exchange
 
 
+OVERLAP_TOKENS, RING_MEMORY_TOKENS, RING_MEMORY_LAYERS = 16_384, 8192, 8
+
+
 def check_overlap(setting: Setting) -> Iterator[Row]:
     """Hidden fraction by kernel, and by the multiprocessors that FlashAttention-3 leaves to NCCL."""
-    tokens = setting.size(16_384, 16)
+    tokens = setting.size(OVERLAP_TOKENS, 16)
     kernels = [each for each in usable(setting, torch.bfloat16, DIM, AttentionMask()) if each.name != "dense"][:3]
     margins = [replaced for each in kernels for replaced in with_margins(each)]
     times = dict[str, RingTimes]()
@@ -166,7 +168,7 @@ def seconds_behind_fsdp(place: Place, separate: bool) -> float:
 
 def check_ring_memory(setting: Setting) -> Iterator[Row]:
     """Memory reserved from the driver by layers of ring attention, enqueued at once and one by one."""
-    tokens, layers = setting.size(8192, 16), setting.size(8, 2)
+    tokens, layers = setting.size((RING_MEMORY_TOKENS, RING_MEMORY_LAYERS), (16, 2))
     for way in ("forward", "forward and backward"):
         ahead, waiting = (
             max(on_ranks(setting, reserved_by_layers, tokens, layers, way, waits)) for waits in (False, True)
@@ -236,6 +238,24 @@ def at_once(queues: int) -> float:
     return float(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
 
 
+def ring_pairs(setting: Setting, tokens: int) -> float:
+    """Visible pairs of a rank with `tokens` tokens."""
+    return causal_pairs(setting.ranks * tokens) / setting.ranks
+
+
+def overlap_flops(setting: Setting) -> float:
+    """Forward with exchanges and without, of at most three kernels, and of one of them with a margin."""
+    pairs = ring_pairs(setting, setting.size(OVERLAP_TOKENS, 16))
+    return 4 * 2 * (WARMUP + REPEATS) * attention_flops(pairs, FORWARD)
+
+
+def ring_memory_flops(setting: Setting) -> float:
+    """Forward, and forward and backward, each enqueued at once and one by one."""
+    tokens, layers = setting.size((RING_MEMORY_TOKENS, RING_MEMORY_LAYERS), (16, 2))
+    pairs = 2 * layers * ring_pairs(setting, tokens)
+    return attention_flops(pairs, FORWARD) + attention_flops(pairs)
+
+
 CHECKS = (
     Check(
         "overlap",
@@ -243,6 +263,7 @@ CHECKS = (
         check_overlap,
         holds="hidden, but not beside FA3 without a margin",
         seconds=60,
+        flops=overlap_flops,
         gpus=2,
         nccl=True,
     ),
@@ -261,6 +282,7 @@ CHECKS = (
         check_ring_memory,
         holds="at most 10% more than one by one",
         seconds=40,
+        flops=ring_memory_flops,
         gpus=2,
         nccl=True,
     ),

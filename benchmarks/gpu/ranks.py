@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,9 +16,12 @@ import torch.distributed as dist
 
 from armillary.core.testing import World
 from armillary.core.testing.staged import STAGED
+from armillary.models import LlamaConfig
 from conformance import METHODS, Trial, cases, compositions
 from conformance.run import run
+from gpu.arithmetic import step_flops
 from gpu.check import Check, Row, Setting
+from gpu.launch import environment
 
 ON_ONE_GPU = 4
 """Ranks that share one GPU."""
@@ -87,11 +89,14 @@ def training(setting: Setting, folder: Path) -> list[str]:
     return [*start, "-m", "armillary.train", "--data.task", "copy", *sizes, *ends, *places]
 
 
-def environment() -> dict[str, str]:
-    """This process's environment with the packages of this repository on the path."""
-    packages = Path(__file__).parent.parent.parent / "packages"
-    paths = [*map(str, sorted(packages.glob("*/src"))), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+TRAINED, GLOBAL_BATCH = LlamaConfig(vocab_size=1024, dim=128, layers=4, heads=8, kv_heads=4, hidden_dim=352), 4
+"""The trainer's default model, with more tokens than the task has, and its default global batch."""
+
+
+def train_flops(setting: Setting) -> float:
+    """All steps, on one GPU."""
+    steps, length = setting.size((30, 32_768), (6, 256))
+    return steps * GLOBAL_BATCH * step_flops(TRAINED, length)
 
 
 CHECKS = (
@@ -109,6 +114,7 @@ CHECKS = (
         check_train,
         holds="ends by itself, with a lower loss",
         seconds=50,
+        flops=train_flops,
         nccl=True,
     ),
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from armillary.attention import AttentionMask, Method, build_attention
 from armillary.attention.kernels import Kernel
 from armillary.core import Trace, label
+from gpu.arithmetic import DIM, FORWARD, HEADS, KEY_HEADS, attention_flops, causal_pairs
 from gpu.check import Check, Row, Setting
 from gpu.memory import chosen_kernel
 
@@ -64,7 +65,7 @@ class LayerOfRank:
     @classmethod
     def of(cls, setting: Setting, name: str, mesh: Any, tokens: int, kernel: Kernel) -> LayerOfRank:
         attend, place = build_attention(name, mesh), {"dtype": torch.bfloat16, "device": setting.device.torch}
-        q, k, v, dout = (torch.randn(1, tokens, heads, 128, **place) for heads in (32, 8, 8, 32))
+        q, k, v, dout = (torch.randn(1, tokens, n, DIM, **place) for n in (HEADS, KEY_HEADS, KEY_HEADS, HEADS))
         return cls(attend, (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout), kernel)
 
     def forward(self) -> Tensor:
@@ -77,17 +78,39 @@ class LayerOfRank:
         torch.autograd.grad(self.forward(), inputs, dout)
 
 
+def share_lengths(setting: Setting) -> list[int]:
+    """Tokens of a rank. Four times as many would take 16 times as long, and the device is slower long before that."""
+    return setting.size([2**n * 1024 for n in range(5)], [8, 16])
+
+
+def rank_pairs(tokens: int) -> float:
+    """Visible pairs of one of `RANKS` ranks with `tokens` tokens each, or its share of heads over all pairs."""
+    return causal_pairs(RANKS * tokens) / RANKS
+
+
+def share_flops(setting: Setting) -> float:
+    """Host and device times by length, and for the last length all of it, again, and its kernels alone."""
+    lengths, calls = share_lengths(setting), setting.calls
+    passes = sum(2 * calls * rank_pairs(tokens) for tokens in lengths) + (2 * calls + 1) * rank_pairs(lengths[-1])
+    return len(METHODS) * attention_flops(passes)
+
+
+def trace_flops(setting: Setting) -> float:
+    return 2 * 2 * attention_flops(rank_pairs(setting.size(TRACE_TOKENS, 64)), FORWARD)
+
+
+TRACE_TOKENS = 32_768
+
+
 def check_share(setting: Setting) -> Iterator[Row]:
     """Host and device time by length, the length from which the device is slower, and the kernels' part of the time."""
-    kernel, lengths = chosen_kernel(setting, 128), setting.size([2**n * 1024 for n in range(7)], [8, 16])
+    kernel, lengths = chosen_kernel(setting, DIM), share_lengths(setting)
     for name, axes in METHODS.items():
         crossing = None
         with setting.one_of(**axes) as mesh:
             for tokens in lengths:
                 layer = LayerOfRank.of(setting, name, mesh, tokens, kernel)
-                repeats, warmup = setting.size((5, 2), (1, 0))
-                host = 1e3 * setting.device.host_seconds(layer.run, repeats, warmup)
-                device = 1e3 * setting.device.seconds(layer.run, repeats, warmup)
+                host, device = 1e3 * setting.host_time(layer.run), 1e3 * setting.time(layer.run)
                 crossing = crossing or (tokens if device > 1.05 * host else None)
                 yield Row(f"{name}, {tokens:,} tokens a rank: device; host {host:.3g}", device, "ms")
             title, source = f"{name}: the device is slower from", "host.py's microseconds, and a kernel at 500 TFLOP/s"
@@ -95,23 +118,23 @@ def check_share(setting: Setting) -> Iterator[Row]:
                 yield Row(title, "none of these", "", f"at most {CROSSING}", source, None if setting.fake else False)
             else:
                 yield setting.at_most(title, crossing, CROSSING, "tokens a rank", source)
-            yield kernel_row(setting, name, mesh, setting.size(16_384, 16), kernel)
+            yield kernel_row(setting, name, mesh, lengths[-1], kernel)
 
 
 def kernel_row(setting: Setting, name: str, mesh: Any, tokens: int, kernel: Kernel) -> Row:
     """The time of the kernel calls alone, relative to all of forward and backward."""
     recorded = RecordingKernel(kernel)
     layer = LayerOfRank.of(setting, name, mesh, tokens, kernel)
-    total_seconds = setting.device.seconds(layer.run, setting.size(5, 1), setting.size(2, 0))
+    total_seconds = setting.time(layer.run)
     LayerOfRank(layer.attend, layer.tensors, recorded).run()
-    kernel_seconds = setting.device.seconds(recorded.repeat, setting.size(5, 1), setting.size(2, 0))
+    kernel_seconds = setting.time(recorded.repeat)
     title = f"{name}, {tokens:,} tokens a rank: {len(recorded.calls)} kernel calls alone, over all of it"
     return setting.at_least(title, kernel_seconds / total_seconds, 0.95, "", "aim: cells lose 5% to merges and copies")
 
 
 def check_trace(setting: Setting) -> Iterator[Row]:
     """A span of `armillary.core.Trace` compared with torch's profiler for the same label."""
-    kernel, tokens = chosen_kernel(setting, 128), setting.size(32_768, 64)
+    kernel, tokens = chosen_kernel(setting, DIM), setting.size(TRACE_TOKENS, 64)
     for name in ("ring", "ulysses"):
         with setting.one_of(**METHODS[name]) as mesh:
             layer = LayerOfRank.of(setting, name, mesh, tokens, kernel)
@@ -136,7 +159,12 @@ def traced(layer: LayerOfRank, trace: Trace) -> None:
 
 CHECKS = (
     Check(
-        "share", "One rank's share of eight: host, device and the bare kernel", check_share, "95% of it in kernels", 90
+        "share",
+        "One rank's share of eight: host, device and the bare kernel",
+        check_share,
+        holds="95% of it in kernels",
+        seconds=90,
+        flops=share_flops,
     ),
-    Check("trace", "The trace against torch's profiler", check_trace, "within 2%", 25),
+    Check("trace", "The trace against torch's profiler", check_trace, "within 2%", 25, trace_flops),
 )
