@@ -33,6 +33,8 @@ def meta_model(config: LlamaConfig | GPTConfig, attention: AttentionFunction | N
 def pretrained_config(folder: str | PathLike[str]) -> LlamaConfig | GPTConfig:
     """Returns the config of the model in a Hugging Face folder. If the folder has weights, compares their shapes.
 
+    A path to `config.json` is accepted too; then weights are not looked for.
+
     Raises:
         ValueError: `config.json` is missing, needs a feature that `Llama` and `GPT` lack, or does not match the
             weights. The error names the file, the field or the tensor.

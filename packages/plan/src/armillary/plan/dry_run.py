@@ -15,10 +15,11 @@ from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import StepTime, step_time
 from armillary.plan.memory import Job, StepMemory, simulate
+from armillary.plan.memory.advice import FORMULAS, advice, check_simulated
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.memory.estimate.step import FLOAT32_BYTES
 from armillary.plan.memory.report import COLUMNS, fullness, memory_rows
-from armillary.plan.memory.room import Room, check_simulated
+from armillary.plan.memory.room import Room
 from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import cluster_of
 from armillary.plan.search.candidates import Candidate, Mesh
@@ -68,6 +69,7 @@ class Prediction:
             as many bytes for backward as CUDA's kernels; with chunked MLPs, which save less, up to 2.3 times.
         time: predicted time of a step, under a causal mask even if the run packs documents.
         limit: seconds that a step may take before the run's watchdog ends the run.
+        advice: the nearest changes with which the step fits; None if it fits, or if the method has no formulas.
     """
 
     run: DryRun
@@ -77,6 +79,7 @@ class Prediction:
     bound: bool
     time: StepTime
     limit: float
+    advice: str | None = None
 
     @property
     def fits(self) -> bool:
@@ -107,9 +110,10 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
     room = Room.of(known_cluster)
     assert isinstance(job.attention, AttentionChoice)
     # If the method has formulas for its memory, they refuse a step that is far too large before a long simulation.
-    if not job.attention.method.missing("forward_memory", "backward_memory"):
+    has_formulas = not job.attention.method.missing(*FORMULAS)
+    if has_formulas:
         check_simulated(job, known_cluster, room, "--data.sequence-length")
-    return Prediction(
+    prediction = Prediction(
         run=run,
         cluster=known_cluster,
         room=room,
@@ -118,6 +122,9 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
         time=time_of(config, job, known_cluster),
         limit=60 * config.train.timeout_minutes,
     )
+    if prediction.fits or not has_formulas:
+        return prediction
+    return replace(prediction, advice=advice(job, known_cluster, room))
 
 
 def memory_of(config: Config, job: Job, local_parameters: int, progress: Progress) -> StepMemory:
@@ -192,6 +199,8 @@ def verdict(prediction: Prediction) -> Iterator[str]:
     """Yields the lines that say whether the run fits into memory, and how long a step takes."""
     fits = "fits" if prediction.fits else "does not fit"
     yield f"memory: {fits}, by simulation: {fullness(prediction.room, prediction.memory)}"
+    if prediction.advice is not None:
+        yield prediction.advice
     if prediction.bound:
         yield "an upper bound: with --checkpointing.policy none, CUDA's kernels save less than the simulated ones"
     time, run = prediction.time, prediction.run

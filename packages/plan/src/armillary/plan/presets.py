@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any, TypeGuard
 
 import tyro
 
 from armillary.data.console.quantity import byte_quantity, quantity
-from armillary.models import GPTConfig, LlamaConfig, StateConfig
+from armillary.models import GPTConfig, LlamaConfig, StateConfig, pretrained_config
 from armillary.plan.cluster.cluster import Cluster
 from armillary.train.config.overlay import flag
 from armillary.train.dry_run import MOST_RANKS
@@ -42,14 +43,38 @@ MODELS: dict[str, Callable[[int], Model]] = {
 
 
 def model_of(name: str, length: int) -> Model:
-    """Returns the model preset `name` for sequences of `length` tokens.
+    """Returns the model for sequences of `length` tokens.
+
+    Args:
+        name: a preset's name, a Hugging Face folder, or its `config.json`.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: neither a preset nor a path, a `config.json` that `armillary.models` does not read, or more tokens
+            than learned positions.
     """
-    if name not in MODELS:
-        raise ValueError(f"--model {name}: must be one of {', '.join(MODELS)}")
-    return MODELS[name](length)
+    if name in MODELS:
+        return MODELS[name](length)
+    if not Path(name).exists():
+        raise ValueError(
+            f"--model {name}: must be one of {', '.join(MODELS)}, or an existing Hugging Face folder or config.json"
+        )
+    try:
+        model = pretrained_config(name)
+    except ValueError as error:
+        raise ValueError(f"--model {name}: {error}") from error
+    if isinstance(model, LlamaConfig):  # as in the trainer, RoPE has any number of positions
+        return replace(model, max_positions=max(model.max_positions, length))
+    if length > model.max_positions:
+        raise ValueError(
+            f"--tokens {length:,}: {name} has {model.max_positions:,} learned positions; give at most as many"
+        )
+    return model
+
+
+def pretrained_folder(name: str) -> Path | None:
+    """Returns the Hugging Face folder of `--model`; None for a preset."""
+    path = Path(name)
+    return None if name in MODELS else path.parent if path.is_file() else path
 
 
 def is_hybrid(model: Model) -> TypeGuard[LlamaConfig]:

@@ -54,8 +54,8 @@ def read_config(folder: str | PathLike[str], kind: type[C]) -> C:
 
 
 def read_any_config(folder: str | PathLike[str]) -> Config:
-    """Reads `config.json` of any supported `model_type`. Errors as in `read_config`."""
-    path = Path(folder, CONFIG)
+    """Reads `config.json`, in its folder or named itself, of any supported `model_type`. Errors as in `read_config`."""
+    path = Path(folder) if Path(folder).name == CONFIG else Path(folder, CONFIG)
     return parse_file(path, read_json(path))
 
 

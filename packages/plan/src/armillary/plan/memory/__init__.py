@@ -3,6 +3,7 @@
 simulation/   runs a step on fake tensors and counts live bytes by category
 estimate/     closed formulas, within a few percent of the simulation
 room.py       available memory, and the longest sequence that fits
+advice.py     the nearest changes with which a step fits
 plan.py       the command `armillary-plan memory`
 report.py     the output of this command
 """

@@ -8,9 +8,10 @@ from functools import partial
 from math import gcd
 
 from armillary.attention.registry import named_method
-from armillary.models import Checkpointing
+from armillary.models import Checkpointing, GPTConfig
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.memory import Job, StepMemory, simulate
+from armillary.plan.memory.advice import advice, check_simulated
 from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
 from armillary.plan.memory.room import (
     HOST_RESERVE,
@@ -18,11 +19,19 @@ from armillary.plan.memory.room import (
     DoesNotFitError,
     LongestFit,
     Room,
-    check_simulated,
     longest_fit,
-    more_devices,
 )
-from armillary.plan.presets import Bytes, Model, Quantity, amount, byte_amount, cluster_of, is_hybrid, model_of
+from armillary.plan.presets import (
+    Bytes,
+    Model,
+    Quantity,
+    amount,
+    byte_amount,
+    cluster_of,
+    is_hybrid,
+    model_of,
+    pretrained_folder,
+)
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 
@@ -42,7 +51,7 @@ class MemoryOptions:
     """
 
     model: str = "llama3-8b"
-    """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, hybrid-8b, gpt-3b, gpt-7b or debug."""
+    """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, hybrid-8b, gpt-3b, gpt-7b, debug, or a Hugging Face folder."""
     cluster: str = "8xh100"
     """8xh100, 16xh100, 8xa100-40, 8xa100-80, 8xh200, 8xl20, more nodes of these, or a TOML file."""
     tokens: Quantity = "1M"
@@ -125,7 +134,12 @@ def plan_memory(
         cluster = replace(cluster, host_memory=byte_amount(options, "host_memory"))
     room = Room.of(cluster, byte_amount(options, "reserve"), byte_amount(options, "host_reserve"))
     length = amount(options, "tokens")
-    axes = mesh_axes(options, model_of(options.model, length), cluster)
+    model = model_of(options.model, length)
+    if options.max_context and isinstance(model, GPTConfig) and pretrained_folder(options.model) is not None:
+        raise ValueError(
+            f"--max-context: {options.model} has {model.max_positions:,} learned positions; give --tokens instead"
+        )
+    axes = mesh_axes(options, model, cluster)
 
     def simulate_length(length: int) -> StepMemory:
         return simulate(job_of(options, axes, length), partial(progress, f"{length:,} tokens"))
@@ -151,7 +165,7 @@ def plan_memory(
             longest_fit(simulate_length, predict_length, room, multiple, start=length) if options.max_context else None
         )
     except DoesNotFitError as error:
-        raise DoesNotFitError(f"{error}; {more_devices(job_of(options, axes, multiple), cluster, room)}") from error
+        raise DoesNotFitError(f"{error}; {advice(job_of(options, axes, multiple), cluster, room)}") from error
     # The model depends on the length, because a GPT has learned positions.
     length = length if fit is None else fit.length
     return MemoryResult(

@@ -9,10 +9,10 @@ from typing import Any
 from armillary.data.console.exit import print_lines
 from armillary.data.console.quantity import gib, short
 from armillary.data.console.table import Column, print_table
-from armillary.models import Checkpointing
 from armillary.plan.memory import StepMemory
+from armillary.plan.memory.advice import advice, policy_text
 from armillary.plan.memory.plan import MemoryResult
-from armillary.plan.memory.room import Room, more_devices
+from armillary.plan.memory.room import Room
 from armillary.plan.presets import model_size
 
 COLUMNS = (Column("one rank", text=True), Column("device (GiB)"), Column("host (GiB)"))
@@ -33,7 +33,7 @@ def as_dict(result: MemoryResult) -> dict[str, Any]:
         "fits": result.fits,
     }
     if not result.fits:
-        fields["advice"] = more_devices(result.job, result.cluster, result.room)
+        fields["advice"] = advice(result.job, result.cluster, result.room)
     # With --max-context: the memory that limits the length, and what a million tokens more would need.
     if result.fit is not None:
         fields["limit"] = result.room.limit(result.fit.longer)
@@ -80,23 +80,10 @@ def verdict(result: MemoryResult) -> Iterator[str]:
     else:
         yield f"{'fits' if result.fits else 'does not fit'}: {fullness(room, memory)}"
         if not result.fits:
-            yield more_devices(result.job, result.cluster, room)
+            yield advice(result.job, result.cluster, room)
     device, host = gib(result.estimate.device), gib(result.estimate.host)
     yield f"by closed formulas: {device} GiB on the device, {host} GiB on the host"
     yield f"(simulated in {memory.seconds:.0f} s, {memory.ops:,} operations; the peak is during {memory.label})"
-
-
-def policy_text(policy: Checkpointing) -> str:
-    """Describes a policy: "attention output of 25 blocks and 5 inputs on the host, but for the last block"."""
-
-    def blocks(count: int) -> str:
-        return f"{count} block{'' if count == 1 else 's'}"
-
-    outputs = "" if policy.outputs is None else f" of {blocks(policy.outputs)}"
-    inputs = "" if policy.inputs is None else f" and {policy.inputs} inputs"
-    last_blocks = "block" if policy.on_device == 1 else blocks(policy.on_device)
-    on_device = f", but for the last {last_blocks}" if policy.on_device else ""
-    return f"{policy.policy.replace('_', ' ')}{outputs}{inputs}{' on the host' if policy.offload else ''}{on_device}"
 
 
 def fullness(room: Room, memory: StepMemory) -> str:

@@ -13,12 +13,6 @@ from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
 RESERVE, HOST_RESERVE = "5GiB", "100GB"
 """Default reserves of a device and of a machine: memory that is not available to torch's tensors."""
 
-SIMULATED_SHARE = 4
-"""Steps whose estimated memory is more than this many times the room are not simulated.
-
-A long sequence has many chunks, and a simulation runs the ops of each.
-"""
-
 Usage = StepMemory | Estimate
 """Memory of a step, simulated or estimated."""
 Simulate = Callable[[int], StepMemory]
@@ -72,7 +66,7 @@ class Room:
 
 
 def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
-    """Returns advice for a step that does not fit: the number of accelerators that would suffice, by formulas.
+    """Returns the number of accelerators on which a step would fit, by formulas, as text.
 
     Doubles the ring until the step fits. A method without a ring gets one, within its head axis if it has that.
     """
@@ -90,23 +84,6 @@ def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
                 f"with {attention}: {gib(usage.device)} GiB of a device and {gib(usage.host)} GiB of the host for each"
             )
     return "by formulas no number of accelerators suffices: the memory that does not depend on their number is too much"
-
-
-def check_simulated(job: Job, cluster: Cluster, room: Room, flag: str) -> None:
-    """Refuses a step that by formulas needs far more memory than there is, because its simulation would take too long.
-
-    Args:
-        flag: flag of the sequence length, for the error's message.
-
-    Raises:
-        DoesNotFitError: the step needs more than `SIMULATED_SHARE` times the room. The message has the number of
-            accelerators that would suffice.
-    """
-    if room.share(usage := estimate(job)) > SIMULATED_SHARE:
-        raise DoesNotFitError(
-            f"{flag} {job.length:,} does not fit {cluster.name}: {room.comparison(usage)}; "
-            f"{more_devices(job, cluster, room)}"
-        )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from armillary.models import GPTConfig
-from armillary.plan.presets import Model, is_hybrid
+from armillary.plan.presets import Model, is_hybrid, pretrained_folder
 from armillary.plan.search.search import Choice, SearchResult
 from armillary.plan.train_config import flags, recipe_config, write_toml
 from armillary.train.config import Config, DataConfig, ModelConfig, ParallelConfig
@@ -27,15 +27,21 @@ RECIPES = {
 """For each model preset, the recipe that has suitable hyperparameters."""
 
 
+def recipe_name(result: SearchResult) -> str:
+    """Returns the recipe with suitable hyperparameters: of the preset (`RECIPES`), for a folder "finetune"."""
+    return RECIPES.get(result.options.model, "finetune")
+
+
 def trainer_config(result: SearchResult, choice: Choice) -> Config:
     """Returns the trainer's configuration for a choice.
 
-    Learning rate, steps and saving are those of the model's recipe (`RECIPES`).
+    Learning rate, steps and saving are those of the model's recipe (`recipe_name`).
     """
-    recipe = recipe_config(RECIPES[result.options.model])
+    folder = pretrained_folder(result.options.model)
+    recipe = recipe_config(recipe_name(result))
     return replace(
         recipe,
-        model=model_flags(result.model),
+        model=model_flags(result.model) if folder is None else ModelConfig(pretrained=folder),
         parallel=ParallelConfig(
             **choice.candidate.parallel,
             replicate=choice.candidate.mesh.replicate,
@@ -83,7 +89,7 @@ def write_choice(result: SearchResult, path: Path) -> None:
         raise ValueError(f"--out {path}: nothing fits, so there is nothing to write")
     best = result.fitting[0]
     comment = f"{best.candidate}, predicted by armillary-plan to be fastest on {result.cluster.name}"
-    write_toml(path, RECIPES[result.options.model], trainer_config(result, best), comment)
+    write_toml(path, recipe_name(result), trainer_config(result, best), comment)
 
 
 def command_line(result: SearchResult, choice: Choice, config: Path | None = None, data: Path | str = "DATA") -> str:
@@ -97,7 +103,5 @@ def command_line(result: SearchResult, choice: Choice, config: Path | None = Non
     nodes = [f"--nnodes {cluster.nodes}", "--rdzv-backend c10d", "--rdzv-endpoint HEAD_NODE:29500"]
     launcher = ["torchrun", *(nodes if cluster.nodes > 1 else ["--standalone"])]
     launcher += [f"--nproc-per-node {cluster.ranks_per_node}", "-m armillary.train"]
-    arguments = (
-        ["--config", str(config)] if config else flags(RECIPES[result.options.model], trainer_config(result, choice))
-    )
+    arguments = ["--config", str(config)] if config else flags(recipe_name(result), trainer_config(result, choice))
     return " ".join([*launcher, shlex.join([*arguments, "--data.path", str(data)])])

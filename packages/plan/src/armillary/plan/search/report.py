@@ -14,8 +14,8 @@ from armillary.data.console.exit import print_lines
 from armillary.data.console.picture import picture
 from armillary.data.console.quantity import gib
 from armillary.data.console.table import Column, print_table
-from armillary.plan.memory.report import policy_text
-from armillary.plan.memory.room import more_devices
+from armillary.models import LlamaConfig
+from armillary.plan.memory.advice import advice, policy_text
 from armillary.plan.presets import is_hybrid, model_size
 from armillary.plan.search.command_line import command_line
 from armillary.plan.search.search import NEEDED, Choice, SearchResult, best_of
@@ -38,8 +38,8 @@ PARTS = (Column("part of a step", text=True), Column("share (%)"), Column("time 
 
 def as_dict(result: SearchResult) -> dict[str, Any]:
     """Returns all choices, with the parts of their times, as JSON values."""
-    advice = {} if result.fitting else {"advice": more_devices(result.choices[0].job, result.cluster, result.room)}
-    return advice | {
+    changes = {} if result.fitting else {"advice": advice(result.choices[0].job, result.cluster, result.room)}
+    return changes | {
         "plan": {name: str(x) if isinstance(x, Path) else x for name, x in asdict(result.options).items()},
         "model": asdict(result.model),
         "cluster": asdict(result.cluster),
@@ -72,14 +72,14 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
 def show(result: SearchResult) -> None:
     """Prints the best choices; of the first also its time by part, other policies, and the command that trains with it.
 
-    If nothing fits, prints the choices that need the least memory, and the number of accelerators that would suffice.
+    If nothing fits, prints the choices that need the least memory, and the nearest changes that would fit.
     """
     print_lines(*heading(result), "")
     best = result.fitting[: result.options.best]
     if not best:
         for choice in result.choices[:3]:
             print(f"{choice.candidate}: {result.reason(choice)}")
-        print(f"nothing fits; {more_devices(result.choices[0].job, result.cluster, result.room)}")
+        print(f"nothing fits; {advice(result.choices[0].job, result.cluster, result.room)}")
         return
     first = best[0].time
     print_table(CHOICES, choice_rows(result, best))
@@ -105,11 +105,13 @@ def heading(result: SearchResult) -> list[str]:
     """Returns lines with the model, the cluster, the step, and the number of choices."""
     options = result.options
     rows = f"{options.rows} sequence{'s' if options.rows > 1 else ''} of {result.length:,} tokens"
+    window = result.model.window if isinstance(result.model, LlamaConfig) else None
     # Methods without formulas are left out of a search over all methods. A method that is named raises instead.
     unsupported = {} if options.attention else methods_without_plan(*NEEDED)
     return [
         f"{options.model}, {model_size(result.model)}, on {result.cluster.name}: a step of {rows}",
         f"{len(result.choices)} ways to run it, {len(result.fitting)} of which fit; predicted, not measured",
+        *([f"its window of {window:,} tokens is not counted: times of attention are upper bounds"] if window else []),
         *(f"left out: {name} has no {', '.join(functions)}" for name, functions in unsupported.items()),
     ]
 

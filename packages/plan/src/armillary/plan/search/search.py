@@ -54,7 +54,7 @@ class SearchOptions:
     """
 
     model: str = "llama3-8b"
-    """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, hybrid-8b, gpt-3b, gpt-7b or debug."""
+    """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, hybrid-8b, gpt-3b, gpt-7b, debug, or a Hugging Face folder."""
     cluster: str = "8xh100"
     """8xh100, 16xh100-ethernet, 32xa100-40, 8xl20, ..., or a TOML file."""
     tokens: Quantity = "128Ki"
