@@ -43,7 +43,7 @@ def test_under_torchrun_the_last_line_is_the_error(tmp_path):
         output = launch.printed
     messages = re.compile(r"\[rank (\d)\] armillary-train: --train.steps 0: must be at least 1")
     lines = [line for line in output.splitlines() if set(line) != {"="}]
-    last = messages.fullmatch(lines[-1])
+    last = messages.fullmatch(lines[-1].strip())  # torchrun indents it
     assert last is not None, output
     # The first rank of the host prints it too, and torchrun shows it once per rank that has failed by then.
     assert len(messages.findall(output.partition("====")[0])) <= 1

@@ -33,6 +33,8 @@ METHODS = {"item", "tolist", "nonzero", "cpu", "record_stream", "synchronize", "
 ALLOWED = {
     "attention/call/recompute.py: tolist": "random states, which are on the host",
     "core/token_ranges.py: tolist": "numbers on the host",
+    "core/gradients.py: tolist": "ranks of a mesh, on the host",
+    "attention/call/graph_key.py: tolist": "a layout's numbers, on the host",
     "attention/tiling/spans.py: tolist": "numbers on the host",
     "attention/tiling/tiles.py: tolist": "numbers on the host",
     "attention/tiling/grid.py: tolist": "numbers on the host",

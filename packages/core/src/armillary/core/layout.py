@@ -43,7 +43,7 @@ class SequenceLayout:
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
-    __slots__ = ("_hash", "ends", "length", "numbers", "sizes", "spans_by_shard", "text")
+    __slots__ = ("_encoded", "_hash", "ends", "length", "sizes", "spans_by_shard", "text")
 
     spans_by_shard: tuple[Spans, ...]
     """The spans of each shard, in local order."""
@@ -55,13 +55,6 @@ class SequenceLayout:
     """Number of tokens of the sequence, N."""
     text: str
     """The layout as a string, such as "0:2,6:8;2:6", for `read` and for keys of compiled graphs."""
-    numbers: Tensor
-    """The layout as int64 [n] on the CPU, for `of_numbers`: for each shard its number of spans, then start, stop and
-    step of each span.
-
-    A compiled graph gets them as an input tensor, so that another layout needs no new graph.
-    """
-
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
         self.spans_by_shard = tuple(join_spans(shard) for shard in _list_shards(spans))
         self.sizes = tuple(sum(map(len, shard)) for shard in self.spans_by_shard)
@@ -71,17 +64,13 @@ class SequenceLayout:
         self._hash = hash(self.spans_by_shard)
         self._check()
         self.text = ";".join(",".join(map(span_text, shard)) for shard in self.spans_by_shard)
-        self.numbers = torch.from_numpy(_encode(self.spans_by_shard))
+        self._encoded = _encode(self.spans_by_shard)
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, SequenceLayout) and self.spans_by_shard == other.spans_by_shard)
 
     def __hash__(self) -> int:
         return self._hash
-
-    def __reduce__(self) -> tuple[type[SequenceLayout], tuple[tuple[Spans, ...]]]:
-        # A copy in another process encodes itself, because torch would put `numbers` into shared memory.
-        return type(self), (self.spans_by_shard,)
 
     def _check(self) -> None:
         if not self.spans_by_shard:
@@ -195,6 +184,15 @@ class SequenceLayout:
             raise ValueError(f'{text!r} is not the text of a layout, such as "0:2,6:8;2:6"') from None
         return cls(shards)
 
+    @property
+    def numbers(self) -> Tensor:
+        """The layout as int64 [n] on the CPU, for `of_numbers`: for each shard its number of spans, then start, stop
+        and step of each span.
+
+        A compiled graph gets them as an input tensor, so that another layout needs no new graph.
+        """
+        return torch.from_numpy(self._encoded)  # a view: a tensor of every layout would count as memory of a step
+
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> SequenceLayout:
         """Returns the layout with these `numbers`."""
@@ -288,12 +286,10 @@ class SequenceLayout:
 
 def _encode(spans_by_shard: Sequence[Spans]) -> Integers:
     """Returns `SequenceLayout.numbers` as an array."""
-    numbers = (
-        number
-        for spans in spans_by_shard
-        for number in (len(spans), *chain.from_iterable((span.start, span.stop, span.step) for span in spans))
-    )
-    return np.fromiter(numbers, dtype=np.int64)
+    numbers: list[int] = []
+    for spans in spans_by_shard:
+        numbers += [len(spans), *chain.from_iterable((span.start, span.stop, span.step) for span in spans)]
+    return np.array(numbers, dtype=np.int64)  # not np.fromiter: dynamo traces layouts that are made in a graph
 
 
 def shard_order(layout: SequenceLayout) -> Tensor:

@@ -64,7 +64,9 @@ def missing_position(spans: Sequence[range]) -> int | None:
     # remainder and position, the pieces of each remainder must follow each other without gaps.
     step = lcm(*(span.step for span in spans))
     pieces = sorted((x[0] % step, x[0], x[-1], i) for i, span in enumerate(spans) for x in _split(span, step))
-    expected, gaps = dict[int, int](), list[int]()  # `expected`: for each remainder the first position not yet covered
+    # For each remainder the first position not yet covered. Not `dict[int, int]()`, which dynamo cannot trace.
+    expected: dict[int, int] = {}
+    gaps: list[int] = []
     for remainder, first, last, i in pieces:
         next_position = expected.get(remainder, remainder)
         if first < next_position:

@@ -122,8 +122,9 @@ def window_of(window: object) -> Window | None:
 def documents_of(documents: object, length: int | None = None) -> Boundaries | tuple[Boundaries, ...] | None:
     """Returns one tuple of boundaries for all rows of a batch, or a tuple of such tuples, one for each row.
 
-    A repeated boundary is an empty document, with which libraries pad cu_seqlens to a fixed size: it is left out. A
-    tensor [B, n] of the documents of each row has no other way to say that rows have different numbers of documents.
+    A repeated boundary in a tensor or array is an empty document, with which libraries pad cu_seqlens to a fixed size:
+    it is left out. A tensor [B, n] has no other way to say that rows have different numbers of documents. In a list or
+    tuple, which needs no padding, it is an error.
 
     Raises:
         ValueError: boundaries that are not integers from 0 (to `length`, if given), that fall, or whose documents are
@@ -132,12 +133,14 @@ def documents_of(documents: object, length: int | None = None) -> Boundaries | t
     if documents is None:
         return None
     values = _elements(documents)
+    is_padded = not isinstance(documents, list | tuple)
     if not values or set(map(type, values)) == {int}:  # the usual case: one list of ints
-        return boundaries_of(documents if values is None else values, length, repeats=True)
+        return boundaries_of(documents if values is None else values, length, repeats=is_padded)
     rows = [_elements(row) for row in values]
     if any(row is None for row in rows):  # numpy integers, or numbers mixed with lists, which `boundaries_of` refuses
-        return boundaries_of(values, length, repeats=True)
-    return tuple(boundaries_of(row, length, repeats=True) for row in rows)
+        return boundaries_of(values, length, repeats=is_padded)
+    padded_rows = [is_padded or not isinstance(row, list | tuple) for row in values]
+    return tuple(boundaries_of(row, length, repeats=padded) for row, padded in zip(rows, padded_rows, strict=True))
 
 
 def boundaries_of(ends: object, length: int | None = None, *, repeats: bool = False) -> Boundaries:

@@ -31,9 +31,7 @@ def attend(
     return _attend_eagerly(method, q, k, v, sinks, options)
 
 
-# After a graph break in a caller, torch.compile would compile each function below this one. torch 2.11 fails at their
-# `NamedTuple._replace`.
-@compat.outside_graphs
+@compat.outside_old_graphs
 def _attend_eagerly(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:

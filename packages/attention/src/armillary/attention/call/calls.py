@@ -72,14 +72,14 @@ class AttentionCall:
     def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
         """Returns empty tensors shaped like the results of `forward`."""
         q, k, v = tensors
+        with_lse = self.needs_lse(sinks)
         if self.method.redistributes_inputs:
             shard = self.method.shard * self.method.sequence_shards // self.method.shards
             sizes = self.spec.layout.sizes[shard], self.spec.key_layout.sizes[shard]
-            with_lse = self.needs_lse(sinks)
             return empty_redistributed_results(self.method, q, k, v, self.spec.key_heads, sizes, with_lse)
         return [
             q.new_empty((*q.shape[:3], v.shape[3])),
-            q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)),
+            q.new_empty(q.shape[:3] if with_lse else (0,), dtype=accumulation_dtype(q.dtype)),
         ]
 
     def backward(self, dout: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:

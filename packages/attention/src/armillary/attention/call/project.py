@@ -16,7 +16,7 @@ from armillary.attention.call.validation import check_projected_call, check_tran
 from armillary.core import compat
 
 
-@compat.outside_graphs  # as `_attend_eagerly`
+@compat.outside_old_graphs
 def project_eagerly(
     method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
 ) -> Tensor:

@@ -40,8 +40,8 @@ class AttentionMask:
         window: (left, right): `i - left <= j <= i + right`. A side of None is unbounded. In a tree, the sides count
             tokens along the path.
         documents: boundaries (cu_seqlens: 0, end of the first, ..., N) of the packed documents; i and j must be in one
-            document. One list for all rows of a batch, or a list of lists, one for each row. A repeated boundary, with
-            which libraries pad cu_seqlens, is an empty document and left out.
+            document. One list for all rows of a batch, or a list of lists, one for each row. In a tensor, a repeated
+            boundary, with which libraries pad cu_seqlens, is an empty document and left out.
         pattern: a further condition: a tree, a prefix, chunks, ... The constructors below make masks with patterns.
         content: `content` of another mask with the same documents and pattern, which are then not checked again.
 

@@ -16,6 +16,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from armillary.core.files import read_file
+
 
 class FirstFailure(NamedTuple):
     """The first report among the ranks of one torchrun: its rank, its last line, and its time in seconds."""
@@ -103,7 +105,7 @@ def first_failure(path: Path, failure: FirstFailure) -> FirstFailure | None:
         own.write_text(json.dumps(failure))
         os.link(own, first)  # creates the file complete, and only once
     except FileExistsError:
-        return FirstFailure(*json.loads(first.read_text()))
+        return FirstFailure(*json.loads(read_file(first)))
     except OSError:
         pass  # a file system without links: every rank reports
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +82,7 @@ def token_source(options: Export) -> TokenSource:
     Raises:
         ValueError: `pretrained` is neither a Hugging Face folder nor a token store, or the run's config.json is broken.
     """
-    run = TokenSource.read(options.checkpoint.resolve().parent.parent)  # OUTPUT/checkpoint/step-N
+    run = TokenSource.read(Path(os.path.realpath(options.checkpoint)).parent.parent)  # OUTPUT/checkpoint/step-N
     path = options.pretrained
     if path is None:
         return run
