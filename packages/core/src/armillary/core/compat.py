@@ -529,6 +529,14 @@ def with_dynamic_results(function: F) -> F:
     return cast(F, cast(Any, torch._dynamo.config).patch(capture_dynamic_output_shape_ops=True)(function))
 
 
+def never_traced(function: F) -> F:
+    """Decorator of functions that torch.compile never traces, not even after a graph break in their caller.
+
+    The first call imports dynamo, which takes seconds: for functions that only users of transformers need.
+    """
+    return cast(F, _disable_dynamo(function))
+
+
 def outside_graphs(function: F) -> F:
     """Decorator of functions that torch.compile runs eagerly: a compiled caller breaks its graph at the call."""
     disabled = _disable_dynamo(function)

@@ -141,7 +141,7 @@ class Implementation(ShardedImplementation):
         self.first_positions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         """Maps each checked model to the position id that it gives a document's first token."""
 
-    @compat.outside_graphs  # it communicates and reads stack frames
+    @compat.never_traced  # it communicates and reads stack frames
     def mask(
         self,
         batch_size: int,
@@ -272,7 +272,7 @@ class Implementation(ShardedImplementation):
         documents = _known_documents(mask, cu_seq_lens_q, cu_seq_lens_k)
         return mask.with_documents(self.document_finder.find(name, mask, tokens, position_ids, documents))
 
-    _find_mask_outside_graphs = compat.outside_graphs(_find_mask)
+    _find_mask_outside_graphs = compat.never_traced(_find_mask)
 
     def _check_model(self, model: Any) -> int:
         """Checks the modules of a model once; returns the position id of a document's first token."""

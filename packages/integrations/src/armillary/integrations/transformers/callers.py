@@ -14,8 +14,8 @@ from torch import nn
 MAX_FRAMES = 12
 """More calls than there are between a model's forward and a mask function."""
 
-WRAPPERS = ("torch._dynamo.", "armillary.core.compat")
-"""Python modules of the functions that call a mask function outside of a compiled graph."""
+WRAPPERS = ("torch._dynamo.", "torch._compile")
+"""Python modules of the functions through which `compat.never_traced` calls a function."""
 
 
 class Caller(NamedTuple):

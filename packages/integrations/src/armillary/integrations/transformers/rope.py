@@ -56,7 +56,7 @@ class RopeHook:
                 module.register_forward_pre_hook(self.append, with_kwargs=True)
                 module.register_forward_hook(self.remove)
 
-    @compat.outside_graphs  # it communicates
+    @compat.never_traced  # it communicates
     def append(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         method = self.method_of(module.config)
         if method is None or method.shards == 1:

@@ -220,7 +220,7 @@ class StateHook:
         self.checked_positions: Any = WeakTensorKeyDictionary()
         """Position ids that passed `_check_positions` -> (version, layout)."""
 
-    @compat.outside_graphs  # it communicates
+    @compat.never_traced  # it communicates
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A submodel has this hook too. The outer model may have passed it the option of its own hook already. On one
         # rank, outside of `sequence`, the original functions run.
