@@ -55,6 +55,7 @@ class SequenceLayout:
     """Number of tokens of the sequence, N."""
     text: str
     """The layout as a string, such as "0:2,6:8;2:6", for `read` and for keys of compiled graphs."""
+
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
         self.spans_by_shard = tuple(join_spans(shard) for shard in _list_shards(spans))
         self.sizes = tuple(sum(map(len, shard)) for shard in self.spans_by_shard)

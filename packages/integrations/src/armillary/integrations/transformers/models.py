@@ -10,16 +10,17 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from importlib import import_module
 from inspect import getsource, signature, unwrap
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from armillary.attention.context_parallel.registries import Registries, method_of_implementation
 from armillary.attention.methods.base import Method
+from armillary.core import compat
 from armillary.integrations.transformers.interface import calls_interface, check_own_attention, innermost_model
 from armillary.integrations.transformers.multimodal import MultimodalPositions, repeats_positions
 from armillary.integrations.transformers.rope import RopeHook, depends_on_last_position
@@ -85,9 +86,9 @@ def wrap_models(models: Any) -> None:
             ropes = [getattr(part, "rope_parameters", None) for part in parts_of(model.config)]
             if depends_on_last_position(ropes) and not any(isinstance(hook, RopeHook) for hook in hooks):
                 model.register_forward_pre_hook(RopeHook(method_of, sharded_modules))
-            if eager(_check_outputs) not in model._forward_hooks.values():
-                model.register_forward_pre_hook(eager(_before_forward), with_kwargs=True)
-                model.register_forward_hook(eager(_check_outputs), with_kwargs=True)
+            if _check_outputs not in model._forward_hooks.values():
+                model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+                model.register_forward_hook(_check_outputs, with_kwargs=True)
             has_hook = any(isinstance(hook, MultimodalPositions) for hook in hooks)
             if repeats_positions(type(model)) and not has_hook:
                 model.register_forward_pre_hook(MultimodalPositions(method_of), with_kwargs=True)
@@ -289,12 +290,7 @@ def computes_loss(model: type) -> bool:
     return "labels" in source and "loss_function" not in source and not scores_row_ends(model)
 
 
-@cache
-def eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a hook that communicates as one that graphs of torch.compile do not contain; the same one every time."""
-    return cast(Callable[..., Any], torch.compiler.disable(function))
-
-
+@compat.never_traced
 def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Pre-forward hook of a model on several ranks: refuses to keep some logits, and finds the ends of scored rows."""
     method = method_of(model.config)
@@ -307,6 +303,7 @@ def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         find_row_ends(method, model, args, kwargs)
 
 
+@compat.never_traced
 def _check_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Forward hook of a model: `check_outputs` on several ranks."""
     method = method_of(model.config)
