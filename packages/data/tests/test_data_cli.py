@@ -195,6 +195,7 @@ def test_info_draws_a_picture(store, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     main(["info", str(store), "--plot", str(tmp_path / "a.png")])
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert str(tmp_path / "a.png") in capsys.readouterr().err
 
 
 def test_a_picture_without_matplotlib_names_the_package_to_install(store, tmp_path, capsys, monkeypatch):
@@ -311,7 +312,9 @@ def test_statistics_show_the_purpose_of_each_packing():
 def test_inspection_has_the_bytes_and_the_balance_of_each_layout(store, capsys, tmp_path):
     arguments = ["--length", "64", "--shards", "4", "--rows", "3", "--kv-heads", "2", "--head-dim", "16"]
     main(["inspect", str(store), *arguments, "--json", "--plot", str(tmp_path / "layouts.png")])
-    actual = json.loads(capsys.readouterr().out)
+    output = capsys.readouterr()
+    actual = json.loads(output.out)
+    assert str(tmp_path / "layouts.png") in output.err
     assert (tmp_path / "layouts.png").read_bytes().startswith(b"\x89PNG")
     sample = packed_rows(open_store(store), 64, best_fit, 3)
     assert (actual["rows"], actual["packing"]) == (len(sample), "best_fit")

@@ -239,3 +239,10 @@ def test_the_tokens_of_another_tokenizer_are_refused():
     store.vocabulary = Vocabulary()
     assert check_tokenizer(store, ByteTokenizer()) is None
     assert check_tokenizer(stored([b"a"]), ByteTokenizer()) is None
+
+
+def test_a_store_is_printed_in_one_line():
+    tokens, starts, stops = np.arange(800, dtype=np.uint16), np.array([0, 300]), np.array([300, 800])
+    store = TokenStore("some/store", [tokens], starts, stops, Vocabulary(), "content")
+    assert repr(store) == "TokenStore('some/store', tokens=800, documents=2, dtype=uint16)"
+    assert str(store.with_vocabulary(1000)) == repr(store).removesuffix(")") + ", vocabulary=1000)"

@@ -166,6 +166,7 @@ def outcome(worlds, *argv) -> int:
         (["llama", "--ring", "3", "--tokens", "2"], "tokens=2"),
         (["llama", "--ranks", "3"], "--ranks"),
         (["llama", "--compile"], "--compile"),
+        (["lama"], "llama"),
         (["own_check:missing"], "missing"),
         (["own_check:right", "--ring", "2"], "--ring"),
         (["llama", "--tokens", "many"], "--tokens"),

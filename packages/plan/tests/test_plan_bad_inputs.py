@@ -139,6 +139,7 @@ PLAN = [
     ("run --model.vocab-size 257 --parallel.ring 3", "ring 3", "8"),
     ("run --optimizer.lr -1", "--optimizer.lr -1.0"),
     ("run --data.path none", "none"),
+    ("run --recipe finetune --model.dim 128", "--model.dim", "pretrained"),
     ("run --recipe none", "--recipe none", "debug"),
     ("bytes --tokens x", "--tokens", "x"),
     ("bytes --tokens 5", "5 tokens", "64 shards"),
@@ -172,6 +173,7 @@ TUNE = [
     ("--out folder", "--out folder", ".toml"),
     ("--out tuned.json", "--out tuned.json", ".toml"),
     "--train.steps 0",
+    ("--recipe finetune --model.no-qk-norm", "--model.no-qk-norm", "pretrained"),
     ("--recipe none", "--recipe none", "debug"),
     "--config none.toml",
 ]

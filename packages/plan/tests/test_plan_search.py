@@ -494,15 +494,23 @@ def test_command_line_and_file_reproduce_the_choice(tmp_path):
 
 
 def test_the_command_shows_a_table_a_plot_and_json(capsys, tmp_path):
-    picture = tmp_path / "best.png"
-    main(["--cluster", "8xh100", "--tokens", "128Ki", "--best", "3", "--plot", str(picture)])
-    shown = capsys.readouterr().out
+    picture, out = tmp_path / "best.png", tmp_path / "best.toml"
+    main(["--cluster", "8xh100", "--tokens", "128Ki", "--best", "3", "--plot", str(picture), "--out", str(out)])
+    shown, written = capsys.readouterr()
+    assert str(picture) in written and str(out) in written
     assert "MFU (%)" in shown and "slower" in shown and "torchrun --standalone --nproc-per-node 8" in shown
     assert picture.read_bytes()[:4] == b"\x89PNG"
     main(["search", "--cluster", "8xh100", "--tokens", "128Ki", "--attention", "usp", "--json"])
     actual = json.loads(capsys.readouterr().out)
     assert actual["choices"][0]["reason"] is None and actual["choices"][0]["fits"]
     assert actual["choices"][0]["seconds"] == pytest.approx(sum(actual["choices"][0]["parts"].values()))
+
+
+def test_methods_over_two_rings_name_groups_not_machines():
+    result = search(SearchOptions(model="debug", cluster="16xh100", tokens="8Ki", attention=("ring+ring",)))
+    assert result.cluster.nodes == 2
+    names = {str(choice.candidate.attention) for choice in result.choices}
+    assert "ring+ring 4 groups" in names and not any("nodes" in name for name in names)
 
 
 def test_a_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch):

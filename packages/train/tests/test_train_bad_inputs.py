@@ -129,7 +129,7 @@ def unexpected(*_):
 def in_folder(folder, monkeypatch):
     """Makes the folder of all files the working directory, and fails if a run starts."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(trainer, "train", lambda config, *_: (check(config), unexpected()))
+    monkeypatch.setattr("armillary.train.trainer.train", lambda config, *_: (check(config), unexpected()))
     return folder
 
 

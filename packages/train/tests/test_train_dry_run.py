@@ -70,8 +70,14 @@ def test_a_dry_run_prints_mesh_and_shapes_and_the_commands_for_memory_and_time(c
     ):
         assert row in rows
     assert rows[-2].startswith("a step: 1,048,576 tokens, ") and rows[-2].endswith(" FLOPs")
-    assert rows[-1].startswith("memory and time of a step: armillary-plan run")
+    assert rows[-1].startswith("memory and time of a step: armillary-plan run") and "install" not in rows[-1]
     assert list(tmp_path.iterdir()) == []  # nothing is written
+
+
+def test_without_the_planner_its_installation_from_a_checkout_is_named(capsys, monkeypatch):
+    monkeypatch.setattr("armillary.train.dry_run.report.find_spec", lambda _: None)
+    main(["--dry-run", "--model.vocab-size", "257"])
+    assert "pip install ./packages/plan" in capsys.readouterr().out.splitlines()[-1]
 
 
 def kernels(*flags: str, **options) -> list[tuple[str, str | None, dict[str, str]]]:
@@ -167,7 +173,7 @@ def test_torchruns_ranks_are_used_and_the_first_prints(capsys, monkeypatch):
 )
 def test_invalid_settings_are_refused_in_one_line(capsys, flags, message):
     with pytest.raises(SystemExit) as stop:
-        main(["--dry-run", "--model.vocab-size", "257", *flags.split()])
+        main(["--dry-run", *([] if "pretrained" in flags else ["--model.vocab-size", "257"]), *flags.split()])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("armillary-train: ") and error.count("\n") == 1
     assert re.search(message, error)

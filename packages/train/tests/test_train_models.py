@@ -116,6 +116,34 @@ def test_sizes_come_from_the_folder_and_rope_may_be_changed(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--model.dim", "128"),  # the default, and not the folder's
+        ("--model.dim=32",),  # the folder's
+        ("--model.kv_heads", "4"),
+        ("--model.no-qk-norm",),
+        ("--model.vocab-size", "300"),
+        ("--model.state-heads", "2"),
+        ("--model.family", "llama"),
+    ],
+)
+def test_flags_of_sizes_are_refused_beside_a_folder_whatever_their_values(flags, tmp_path):
+    folder = save_model(Llama(SIZES), tmp_path)
+    pretrained = ["--model.pretrained", str(folder)]
+    assert read_command([*pretrained, "--model.rope-scaling", "none", "--model.rope-theta", "1e4"])[0].run.model
+    for words in ([*pretrained, *flags], [*flags, *pretrained], [*flags, "--recipe", "finetune"]):
+        with pytest.raises(ValueError, match=rf"{flags[0].partition('=')[0]}: the model in .* sets it"):
+            read_command(words)
+
+
+def test_flags_that_a_gpt_lacks_are_refused_whatever_their_values():
+    assert read_command(["--model.family", "gpt", "--model.dim", "128"])[0].run.model.family == "gpt"
+    for flags in (["--model.kv-heads", "4"], ["--model.rope-scaling", "none"], ["--model.no-tied-embeddings"]):
+        with pytest.raises(ValueError, match=rf"{flags[0]}: a GPT has none"):
+            read_command(["--model.family", "gpt", *flags])
+
+
 def test_settings_that_contradict_the_folder_are_refused(tmp_path):
     folder = save_model(Llama(SIZES), tmp_path / "llama")
     gpt = save_model(GPT(GPTConfig(vocab_size=300, dim=32, layers=2, heads=4, max_positions=64)), tmp_path / "gpt")

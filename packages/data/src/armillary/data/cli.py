@@ -14,7 +14,7 @@ from typing import Literal
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional
 
 from armillary.data.console.exit import exit_on_error, print_lines
-from armillary.data.console.picture import check_picture
+from armillary.data.console.picture import check_picture, print_written
 from armillary.data.formats import open_store
 from armillary.data.formats.arrow import is_arrow
 from armillary.data.formats.folder import Header, is_folder, verify_folder
@@ -104,6 +104,7 @@ class Info:
             verify(self.store)
         if self.plot is not None:
             plot_lengths(store, self.plot)
+            print_written(self.plot)
         if self.json:
             print_json(describe(store) | {"histogram": list(map(asdict, histogram(store.lengths)))})
         else:
@@ -188,6 +189,7 @@ class Inspect:
         documents = sum(len(row.pieces) for row in rows) / len(rows)
         if self.plot is not None:
             plot_layouts(rows[0], self.shards, token_bytes, self.plot)
+            print_written(self.plot)
         if self.json:
             figures = {"length": self.length, "shards": self.shards, "rows": len(rows), "documents": documents}
             print_json(figures | {"packing": self.packing, "layouts": list(map(asdict, layouts))})

@@ -38,7 +38,7 @@ class Vocabulary:
         return cls(tokenizer.identity, tokenizer.vocab_size, tokenizer.end_of_document)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class TokenStore:
     """Tokenized documents, read on demand.
 
@@ -100,6 +100,11 @@ class TokenStore:
         hashes = np.array([stable_hash(document.text) for document in documents], np.uint64)
         content = f"{crc32(tokens.data):08x}-{crc32(stops.data):08x}"
         return cls(name, [tokens], stops - lengths, stops, Vocabulary.of(tokenizer), content, hashes)
+
+    def __repr__(self) -> str:
+        dtypes = "/".join(dict.fromkeys(str(array.dtype) for array in self.arrays)) or "none"
+        vocabulary = "" if self.vocabulary.size is None else f", vocabulary={self.vocabulary.size}"
+        return f"TokenStore({self.name!r}, tokens={self.tokens}, documents={len(self)}, dtype={dtypes}{vocabulary})"
 
     def __len__(self) -> int:
         """Number of documents, D."""

@@ -1,10 +1,11 @@
 """LLaMA, hybrids and GPT as plain single-device modules: attention is an argument, positions are explicit."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from armillary.core import LabelTriples
 from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.config import GPTConfig, LlamaConfig
-from armillary.models.generation.decoding import Decoding
-from armillary.models.generation.generate import generate, stream
 from armillary.models.generation.sampling import Sampling
 from armillary.models.gpt import GPT
 from armillary.models.hub.pretrained import load_pretrained
@@ -17,12 +18,16 @@ from armillary.models.layers.interleaved import (
 )
 from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.llama import Llama
-from armillary.models.loss.linear_argmax import linear_argmax
-from armillary.models.loss.linear_loss import linear_token_loss
-from armillary.models.loss.token_logprobs import TokenStatistics, token_logprobs
-from armillary.models.loss.token_loss import token_loss
-from armillary.models.parallel import parallelize, shard_parameters, tensor_parallel
 from armillary.models.state_config import Mixer, StateConfig
+
+if TYPE_CHECKING:
+    from armillary.models.generation.decoding import Decoding
+    from armillary.models.generation.generate import generate, stream
+    from armillary.models.loss.linear_argmax import linear_argmax
+    from armillary.models.loss.linear_loss import linear_token_loss
+    from armillary.models.loss.token_logprobs import TokenStatistics, token_logprobs
+    from armillary.models.loss.token_loss import token_loss
+    from armillary.models.parallel import parallelize, shard_parameters, tensor_parallel
 
 __all__ = [
     "GPT",
@@ -57,3 +62,25 @@ __all__ = [
     "token_logprobs",
     "token_loss",
 ]
+
+_SLOW_MODULES = {
+    "Decoding": "generation.decoding",
+    "generate": "generation.generate",
+    "stream": "generation.generate",
+    "linear_argmax": "loss.linear_argmax",
+    "linear_token_loss": "loss.linear_loss",
+    "TokenStatistics": "loss.token_logprobs",
+    "token_logprobs": "loss.token_logprobs",
+    "token_loss": "loss.token_loss",
+    "parallelize": "parallel",
+    "shard_parameters": "parallel",
+    "tensor_parallel": "parallel",
+}
+"""Modules of the names that need FSDP2, DTensor or torch.compile, which take as long to import as torch."""
+
+
+def __getattr__(name: str) -> object:
+    """Imports slow names at their first use."""
+    if name in _SLOW_MODULES:
+        return getattr(import_module(f"armillary.models.{_SLOW_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

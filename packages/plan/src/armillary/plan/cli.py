@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from armillary.data.console.exit import FAILED, exit_on_error, exit_with
-from armillary.data.console.picture import check_picture
+from armillary.data.console.picture import check_picture, print_written
 from armillary.data.parsing import parse
 from armillary.data.progress import Bar
 from armillary.plan import comm_volume, dry_run
@@ -74,8 +74,9 @@ def search(argv: Sequence[str]) -> bool:
         result = search_all(options, partial(bar.show, "meshes and methods"))
     if result.fitting and options.out is not None:
         write_choice(result, options.out)
+        print_written(options.out)
     if result.fitting and options.plot is not None:
-        print(f"plot: {search_report.draw(result, options.plot)}", file=sys.stderr)
+        print_written(search_report.draw(result, options.plot))
     print_result(options.json, partial(search_report.as_dict, result), partial(search_report.show, result))
     return bool(result.fitting)
 

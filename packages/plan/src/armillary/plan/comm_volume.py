@@ -9,7 +9,6 @@ from math import gcd
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.distributed._tools.fake_collectives  # pyright: ignore[reportUnusedImport] - collectives on fake tensors
 from pydantic import Field
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode

@@ -24,7 +24,7 @@ from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import cluster_of
 from armillary.plan.search.candidates import Candidate, Mesh
 from armillary.plan.search.search import duration, passes_of
-from armillary.train.command import Source, read_source
+from armillary.train.command import Source, check_model_flags, read_source
 from armillary.train.config import Config
 from armillary.train.dry_run import DryRun, dry_run, report
 from armillary.train.dry_run.predict import precision_of
@@ -55,7 +55,9 @@ def read_options(argv: Sequence[str], program: str) -> RunOptions:
     """Parses a command line with the trainer's recipe, file and flags. Raises the errors of `parse`."""
     # The recipe and the file give the defaults of the flags.
     source, _, config = read_source(argv, program)
-    return parse(argv, RunOptions, program, RunOptions(source.recipe, source.config, run=config))
+    options = parse(argv, RunOptions, program, RunOptions(source.recipe, source.config, run=config))
+    check_model_flags(argv, options.run.model)
+    return options
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """A minimal FSDP2 trainer for sequences that are sharded over ranks."""
 
-from armillary.train.build import prepare, process_group
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from armillary.train.config import (
     Config,
     CudaConfig,
@@ -13,9 +15,12 @@ from armillary.train.config import (
     TrainConfig,
     ValidationConfig,
 )
-from armillary.train.reporting.summary import Summary
-from armillary.train.run import Run
-from armillary.train.trainer import train, train_loop
+
+if TYPE_CHECKING:
+    from armillary.train.build import prepare, process_group
+    from armillary.train.reporting.summary import Summary
+    from armillary.train.run import Run
+    from armillary.train.trainer import train, train_loop
 
 __all__ = [
     "Config",
@@ -35,3 +40,20 @@ __all__ = [
     "train",
     "train_loop",
 ]
+
+_SLOW_MODULES = {
+    "Run": "run",
+    "Summary": "reporting.summary",
+    "prepare": "build",
+    "process_group": "build",
+    "train": "trainer",
+    "train_loop": "trainer",
+}
+"""Modules of the names that need FSDP2 and DTensor. A command with wrong arguments ends without them."""
+
+
+def __getattr__(name: str) -> object:
+    """Imports slow names at their first use."""
+    if name in _SLOW_MODULES:
+        return getattr(import_module(f"armillary.train.{_SLOW_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

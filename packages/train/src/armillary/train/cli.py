@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from armillary.data.console.exit import FAILED, exit_on_error
 from armillary.train.command import PROGRAM, read_command
-from armillary.train.runtime.health.watchdog import Watchdog
-from armillary.train.trainer import train, watchdog_of
+
+if TYPE_CHECKING:
+    from armillary.train.runtime.health.watchdog import Watchdog
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             show_dry_run(command.run, command.ranks, command.json)
             return
+        from armillary.train.trainer import train, watchdog_of  # takes seconds, and wrong arguments need none of it
+
         watchdog = watchdog_of(command.run)
         try:
             train(command.run, watchdog, overrides)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from traceback import extract_tb
@@ -15,7 +15,8 @@ import tyro
 
 from armillary.data.parsing import parse, parse_known
 from armillary.train import recipes
-from armillary.train.config import Config
+from armillary.train.config import Config, ModelConfig
+from armillary.train.config.model_sizes import GPT_FIELDS, PRETRAINED_FIELDS
 from armillary.train.config.overlay import differences, overlay_settings, read_settings
 
 PROGRAM = "armillary-train"
@@ -76,10 +77,12 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     """Returns the command and lines to print: the recipe's name, and the fields that differ from the recipe.
 
     Raises:
-        ValueError: as `read_source`, an unknown flag, or an option of a dry run without --dry-run.
+        ValueError: as `read_source` and `check_model_flags`, an unknown flag, or an option of a dry run without
+            --dry-run.
     """
     source, recipe, config = read_source(argv, PROGRAM)
     command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
+    check_model_flags(argv, command.run.model)
     if not command.dry_run and (command.ranks is not None or command.json):
         name = "json" if command.ranks is None else "ranks"
         raise ValueError(f"--{name} is for a dry run; add --dry-run, or leave it out")
@@ -111,6 +114,29 @@ def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Conf
     if not isinstance(recipe, Config):
         raise ValueError(f"{label}: it returns {type(recipe).__name__}, not a Config")
     return replace(source, recipe=name), recipe, overlay_settings(recipe, settings, source.config or Path(), RENAMED)
+
+
+def check_model_flags(argv: Sequence[str], model: ModelConfig) -> None:
+    """Refuses flags of the model that have no effect, whatever their values: a configuration does not tell a flag with
+    the default's value from none.
+
+    Raises:
+        ValueError: a size beside a pretrained folder, which sets all sizes, or a flag that a GPT does not have. Names
+            the flag.
+    """
+    if model.pretrained is not None:
+        allowed, reason = PRETRAINED_FIELDS, f"the model in {model.pretrained} sets it"
+    elif model.family == "gpt":
+        allowed, reason = GPT_FIELDS, "a GPT has none"
+    else:
+        return
+    names = {field.name for field in fields(ModelConfig)}
+    for word in argv:
+        prefix, _, key = word.partition("=")[0].partition("--model.")
+        name = key.replace("-", "_")
+        name = name if name in names else name.removeprefix("no_")
+        if not prefix and name in names and name not in allowed:
+            raise ValueError(f"--model.{key}: {reason}; leave it out")
 
 
 def find_recipe(name: str, label: str) -> Callable[[], object]:

@@ -100,9 +100,9 @@ class NamedMethod:
         options = self.options
         team = "" if options.team is None else f" C={options.team}"
         placement = "" if options.placement == "collect_intra" else f" {options.placement}"
-        nodes = "" if options.nodes is None else f" {options.nodes} nodes"
+        groups = "" if options.nodes is None else f" {options.nodes} groups"  # often more than the cluster's machines
         stage = "" if options.heads_per_stage is None else f", {options.heads_per_stage} heads a stage"
-        return f"{self.name}{team}{placement}{nodes}{stage}"
+        return f"{self.name}{team}{placement}{groups}{stage}"
 
     @property
     def axes(self) -> tuple[Role, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,11 @@ def check_picture(path: Path, flag: str) -> None:
     if path.is_dir() or not path.parent.is_dir():
         reason = "is a folder" if path.is_dir() else f"there is no folder {path.parent}"
         raise ValueError(f"{flag} {path}: {reason}; give the path of a file to write")
+
+
+def print_written(path: Path) -> None:
+    """Prints the name of a file that a command has written, on stderr: stdout may be JSON."""
+    print(f"written to {path}", file=sys.stderr)
 
 
 @contextmanager

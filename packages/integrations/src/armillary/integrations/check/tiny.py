@@ -6,6 +6,7 @@ A copy keeps the kinds of layers and the ratio of query to key/value heads; widt
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,7 +79,9 @@ def load_config(source: str) -> Any:
 
     path = Path(source)
     if not path.exists() and source not in transformers.CONFIG_MAPPING:
-        raise ValueError(f"{source!r} is neither a folder or config.json on this machine, nor a model type")
+        nearest = get_close_matches(source, transformers.CONFIG_MAPPING)
+        hint = f"; the nearest model types are {', '.join(nearest)}" if nearest else ""
+        raise ValueError(f"{source!r} is neither a folder or config.json on this machine, nor a model type{hint}")
     try:
         if path.exists():
             read_json(path / "config.json" if path.is_dir() else path)  # raises for a FIFO or a device

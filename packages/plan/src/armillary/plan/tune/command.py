@@ -13,7 +13,7 @@ import tyro
 from armillary.attention.registry import names
 from armillary.data.parsing import parse
 from armillary.plan.presets import cluster_of
-from armillary.train.command import Source, read_source
+from armillary.train.command import Source, check_model_flags, read_source
 from armillary.train.config import Config, LogConfig, ParallelConfig
 from armillary.train.config.limits import check_limits
 
@@ -82,6 +82,7 @@ def read_options(argv: Sequence[str]) -> TuneOptions:
     source, _, config = read_source(argv, PROGRAM)
     options = parse(argv, TuneOptions, PROGRAM, TuneOptions(source.recipe, source.config, run=config))
     check_limits(options.run)
+    check_model_flags(argv, options.run.model)
     parallel = options.run.parallel
     if options.iterations < 1:
         raise ValueError(f"--iterations {options.iterations}: must be at least 1")

@@ -29,9 +29,11 @@ SIZES = (
     "tied_embeddings",
     "mixers",
 )
-"""Fields that a pretrained folder sets, besides `vocab_size`; a flag may only repeat their values."""
+"""Fields that a pretrained folder sets, besides `vocab_size`; recipes and files may only repeat their values."""
 GPT_FIELDS = ("family", "dim", "layers", "heads", "vocab_size", "pretrained")
 """Fields that a GPT has; only a LLaMA has the others."""
+PRETRAINED_FIELDS = ("pretrained", "rope_theta", "rope_scaling", "rope_factor", "rope_original_length")
+"""Fields that may be set beside a pretrained folder."""
 ROPE_THETA = 10_000.0
 """Base of RoPE's frequencies, unless `rope_theta` is set."""
 

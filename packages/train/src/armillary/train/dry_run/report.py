@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
+from importlib.util import find_spec
 
 from armillary.data.console.exit import print_lines
 from armillary.data.console.table import Column, print_table
@@ -15,9 +16,9 @@ from armillary.train.cuda_setup import CudaSetup
 from armillary.train.dry_run.predict import DryRun, dry_run
 from armillary.train.kernels import ChosenKernel
 
-PLANNER = (
-    "memory and time of a step: armillary-plan run, with these flags and --cluster 8xh100 (pip install armillary-plan)"
-)
+PLANNER = "memory and time of a step: armillary-plan run, with these flags and --cluster 8xh100"
+INSTALLATION = " (pip install ./packages/plan, in a checkout of the repository)"
+"""How to install the planner, which is not a dependency of the trainer."""
 
 
 def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
@@ -35,7 +36,8 @@ def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
         show(result)
         if result.cuda is not None:
             print(f"on CUDA: {cuda_line(result.cuda)}")
-        print(f"a step: {result.tokens_per_step:,} tokens, {result.flops:.3g} FLOPs", PLANNER, sep="\n")
+        print(f"a step: {result.tokens_per_step:,} tokens, {result.flops:.3g} FLOPs")
+        print(PLANNER if find_spec("armillary.plan") else PLANNER + INSTALLATION)
 
 
 def show(result: DryRun, location: str = "") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
+from importlib import import_module
 from math import prod
 from typing import Any, cast
 
@@ -30,6 +31,8 @@ def fake_world(rank: int = 0, device: str = "cpu", /, **axes: int) -> Generator[
     Raises:
         ValueError: an axis below 1, a rank outside the mesh, or a default process group that exists already.
     """
+    # Collectives on fake tensors. Imported here, because it takes as long as torch, and not every command needs it.
+    import_module("torch.distributed._tools.fake_collectives")
     ranks = prod(axes.values())
     check_axes(axes, ranks)
     if not 0 <= rank < ranks:

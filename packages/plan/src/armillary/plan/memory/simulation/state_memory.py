@@ -8,7 +8,6 @@ from functools import lru_cache
 from typing import NamedTuple, Self
 
 import torch
-import torch.distributed._tools.fake_collectives  # pyright: ignore[reportUnusedImport] - collectives on fake tensors
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -22,7 +23,7 @@ from armillary.core import compat
 
 C: Any = cast(Any, torch)._C
 ENGINE: Any = cast(Any, torch.autograd.graph)._engine_run_backward
-WRAPPERS = tuple(import_module(name).__file__ for name in ("torch._compile", "torch._dynamo.eval_frame"))
+WRAPPERS = tuple(str(Path(torch.__file__).parent / name) for name in ("_compile.py", "_dynamo/eval_frame.py"))
 """Files of the functions that torch wraps around `__torch_dispatch__`."""
 
 RefCounts = tuple[int, int, int]
@@ -46,6 +47,7 @@ def device(tensor: Tensor) -> torch.device:
 
 def fake_group(rank: int, ranks: int) -> dist.ProcessGroup:
     """Returns a new process group that sends nothing, independent of the default group."""
+    import_module("torch.distributed._tools.fake_collectives")  # collectives on fake tensors; takes seconds
     return C._distributed_c10d.FakeProcessGroup._create_internal(rank, ranks)
 
 
