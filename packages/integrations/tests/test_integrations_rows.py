@@ -107,7 +107,7 @@ def results_of_rows() -> list[tuple[str, tuple]]:
         batch, inputs = shard_inputs(cp, {"input_ids": ids, "labels": labels_of(ids), **row})
         add_result(f"{name}, collator", batch, {**inputs, "num_items_in_batch": batch.labelled})
     row = ROWS["boundaries"]
-    for documents in (PADDED, PADDED.tolist()):
+    for documents in (PADDED, PADDED.numpy()):
         batch = cp.shard(ids, labels_of(ids), documents=documents, **row)
         add_result("boundaries, cp.shard", batch, batch.inputs)
     boundaries = {f"cu_seq_lens_{side}": PADDED for side in "qk"}
@@ -130,7 +130,7 @@ def test_packed_rows_equal_one_rank(worlds):
 
 def test_a_collators_boundaries_may_repeat():
     ids = tokens()[:1]
-    for ends in (PADDED, PADDED.tolist()):
+    for ends in (PADDED, PADDED.numpy()):
         batch, _ = shard_inputs(ContextParallel(Local()), {"input_ids": ids, "cu_seq_lens_q": ends, "max_length_q": 25})
         assert batch.documents == tuple(ENDS)
 

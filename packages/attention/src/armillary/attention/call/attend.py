@@ -13,7 +13,7 @@ from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.project import project_eagerly
 from armillary.attention.call.projections import Projections
 from armillary.attention.call.spec import AttentionOptions
-from armillary.attention.call.validation import cast_for_autocast, check_call, check_sinks
+from armillary.attention.call.validation import cast_for_autocast, check_call, check_sinks, check_transforms
 from armillary.core import compat
 
 
@@ -35,6 +35,7 @@ def attend(
 def _attend_eagerly(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
+    check_transforms(q, k, v, sinks)  # before a layout is made: dynamo cannot trace that under torch.func
     call = AttentionCall(method, check_call(method, q, k, v, sinks, options), options.return_lse)
     return run_call(call, q, k, v, head_sinks(sinks))
 
