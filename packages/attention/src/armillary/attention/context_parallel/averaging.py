@@ -61,8 +61,8 @@ class AveragingCheck:
             self._check_ddp(module)
         # The parameter that is used last, mostly the head's, stands for the model. FSDP2 keeps its gathered tensor.
         last = next(parameters_of(loss), None)
-        known = None if last is None else self._checked.get(id(last))
-        if last is None or (known is not None and known() is last):
+        checked = None if last is None else self._checked.get(id(last))
+        if last is None or (checked is not None and checked() is last):
             return
         self._check_fsdp(loss)
         self._checked[id(last)] = ref(last)
