@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -56,6 +57,7 @@ def dry_run_output(capsys, *flags: str) -> str:
 
 def test_a_dry_run_prints_mesh_and_shapes_and_the_commands_for_memory_and_time(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("armillary.train.dry_run.report.find_spec", lambda name: ModuleSpec(name, None))  # installed
     output = dry_run_output(capsys, "--recipe", "llama3_8b_128k", "--model.layers", "2")
     rows = [" ".join(line.split()) for line in output.splitlines()]
     assert rows[0] == "LLaMA, 1,486,901,248 parameters, bfloat16"

@@ -43,7 +43,7 @@ class SequenceLayout:
     """
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
-    __slots__ = ("_encoded", "_hash", "ends", "length", "sizes", "spans_by_shard", "text")
+    __slots__ = ("_encoded", "ends", "length", "sizes", "spans_by_shard", "text")
 
     spans_by_shard: tuple[Spans, ...]
     """The spans of each shard, in local order."""
@@ -61,8 +61,6 @@ class SequenceLayout:
         self.sizes = tuple(sum(map(len, shard)) for shard in self.spans_by_shard)
         self.ends = (0, *accumulate(self.sizes))
         self.length = self.ends[-1]
-        # Computed once: every attention call looks up caches by layout, and a layout may have thousands of spans.
-        self._hash = hash(self.spans_by_shard)
         self._check()
         self.text = ";".join(",".join(map(span_text, shard)) for shard in self.spans_by_shard)
         self._encoded = _encode(self.spans_by_shard)
@@ -71,7 +69,9 @@ class SequenceLayout:
         return self is other or (isinstance(other, SequenceLayout) and self.spans_by_shard == other.spans_by_shard)
 
     def __hash__(self) -> int:
-        return self._hash
+        # Every attention call looks up caches by layout, and a layout may have thousands of spans. Python hashes a
+        # string once. Nothing is hashed in `__init__`, at which dynamo before torch 2.13 would break a graph.
+        return hash(self.text)
 
     def _check(self) -> None:
         if not self.spans_by_shard:

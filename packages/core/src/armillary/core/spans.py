@@ -77,7 +77,7 @@ def missing_position(spans: Sequence[range]) -> int | None:
     # Remainders whose pieces end too early, and the first remainder without pieces.
     end = max(span[-1] for span in spans)
     gaps += [next_position for next_position in expected.values() if next_position <= end]
-    gaps += islice((r for r in range(min(step, end + 1)) if r not in expected), 1)
+    gaps.extend(islice((r for r in range(min(step, end + 1)) if r not in expected), 1))  # dynamo cannot trace `+=` here
     return min(gaps, default=None)
 
 
