@@ -37,6 +37,28 @@ def plain(hidden, weight, bias, labels):
     return token_loss(F.linear(hidden, weight, bias), labels)[0]
 
 
+@pytest.mark.parametrize("with_break", [False, True])
+def test_a_graph_of_the_caller_has_no_chunks(with_break):
+    hidden, weight, _, labels = inputs()
+    targets = []
+
+    def backend(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def loss_of(hidden, weight):
+        if with_break:
+            torch._dynamo.graph_break()
+        return linear_token_loss(2 * hidden, weight, labels, chunk=4)[0]
+
+    torch._dynamo.reset()
+    compiled = torch.autograd.grad(torch.compile(loss_of, backend=backend)(hidden, weight), (hidden, weight))
+    expected = torch.autograd.grad(linear_token_loss(2 * hidden, weight, labels, chunk=4)[0], (hidden, weight))
+    assert targets and not any("linear" in target or "mm" in target for target in targets)
+    for actual, gradient in zip(compiled, expected, strict=True):
+        assert relative_error(actual, gradient) < 1e-12
+
+
 def result(loss, *leaves, upstream=1 / 17.3):
     """The loss and the gradient of each leaf, for an upstream gradient that is not a power of two."""
     return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, upstream), retain_graph=True)

@@ -5,25 +5,27 @@ import sys
 
 import pytest
 
-SLOW = ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "armillary.train.trainer")
+COMPILER = ("torch._dynamo", "torch._inductor")
+SLOW = (*COMPILER, "torch.distributed.fsdp", "armillary.train.trainer")
 CHECK = """
 import sys
 from {module} import main
 try:
-    main(["--modle", "x"])
+    main(["{word}", "x"])
 except SystemExit as stop:
     print(stop.code, [name for name in {slow} if name in sys.modules])
 """
 
 
 @pytest.mark.parametrize(
-    ("module", "slow"),
+    ("module", "word", "slow"),
     [
-        ("armillary.plan.cli", ("torch.distributed._tools", "armillary.train.trainer")),
-        ("armillary.train.cli", SLOW),
+        ("armillary.plan.cli", "--modle", (*COMPILER, "torch.distributed._tools", "armillary.train.trainer")),
+        ("armillary.plan.cli", "serach", (*SLOW, "torch.distributed.tensor")),
+        ("armillary.train.cli", "--modle", SLOW),
     ],
 )
-def test_wrong_arguments_import_no_slow_module(module, slow):
-    check = CHECK.format(module=module, slow=slow)
+def test_wrong_arguments_import_no_slow_module(module, word, slow):
+    check = CHECK.format(module=module, word=word, slow=slow)
     result = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "2 []" and "--modle" in result.stderr
+    assert result.stdout.strip() == "2 []" and word in result.stderr

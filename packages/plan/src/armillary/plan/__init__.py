@@ -11,6 +11,7 @@ dry_run.py        memory and time of a configuration of the trainer
 comm_volume.py    bytes that attention methods send
 steps/            pictures of a method, step by step
 cli.py            the command `armillary-plan`
+commands.py       its commands
 """
 
 from armillary.plan.cluster.cluster import Cluster

@@ -1,28 +1,11 @@
-"""The command line `armillary-plan` and its commands."""
+"""The command line `armillary-plan`."""
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
-from armillary.data.console.exit import FAILED, exit_on_error, exit_with
-from armillary.data.console.picture import check_picture, print_written
-from armillary.data.parsing import parse
-from armillary.data.progress import Bar
-from armillary.plan import comm_volume, dry_run
-from armillary.plan.comm_volume import BytesOptions, plan_bytes
-from armillary.plan.memory import report as memory_report
-from armillary.plan.memory.plan import MemoryOptions, plan_memory
-from armillary.plan.memory.room import DoesNotFitError
-from armillary.plan.search import report as search_report
-from armillary.plan.search.command_line import write_choice
-from armillary.plan.search.search import SearchOptions
-from armillary.plan.search.search import search as search_all
-from armillary.plan.steps import command as steps_command
-from armillary.plan.steps.command import StepsOptions, plan_steps, write_steps
+from armillary.data.console.exit import FAILED, exit_on_error
 
 PROGRAM = "armillary-plan"
 USAGE = """usage: armillary-plan [COMMAND] [options]
@@ -43,6 +26,7 @@ commands:
 
 None needs a GPU. armillary-plan COMMAND --help lists the options.
 Exit codes: 0; 1 if the model or the sequence does not fit into memory; 2 for wrong arguments."""
+COMMANDS = ("search", "memory", "run", "bytes", "steps")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -57,81 +41,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_on_error(PROGRAM):
         if command not in COMMANDS:
             raise ValueError(f"no command {command!r}; known: {', '.join(COMMANDS)}")
-        try:
-            fits = COMMANDS[command](words)
-        except DoesNotFitError as error:
-            exit_with(PROGRAM, str(error), FAILED)
+        from armillary.plan.commands import run_command  # takes seconds, which neither help nor a wrong name needs
+
+        fits = run_command(command, words)
     if fits is False:
         sys.exit(FAILED)
-
-
-def search(argv: Sequence[str]) -> bool:
-    """Runs `armillary-plan search`. Returns True if at least one choice fits into memory."""
-    options = parse(argv, SearchOptions, f"{PROGRAM} search")
-    if options.plot is not None:
-        check_picture(options.plot, "--plot")
-    with Bar(quiet=options.json) as bar:
-        result = search_all(options, partial(bar.show, "meshes and methods"))
-    if result.fitting and options.out is not None:
-        write_choice(result, options.out)
-        print_written(options.out)
-    if result.fitting and options.plot is not None:
-        print_written(search_report.draw(result, options.plot))
-    print_result(options.json, partial(search_report.as_dict, result), partial(search_report.show, result))
-    return bool(result.fitting)
-
-
-def memory(argv: Sequence[str]) -> bool:
-    """Runs `armillary-plan memory`. Returns True if the sequence fits."""
-    options = parse(argv, MemoryOptions, f"{PROGRAM} memory")
-    with Bar("simulating", quiet=options.json) as bar:
-        result = plan_memory(options, bar.show)
-    print_result(options.json, partial(memory_report.as_dict, result), partial(memory_report.show, result))
-    return result.fits
-
-
-def run(argv: Sequence[str]) -> bool:
-    """Runs `armillary-plan run`. Returns True if the run fits."""
-    options = dry_run.read_options(argv, f"{PROGRAM} run")
-    with Bar("simulating", quiet=options.json) as bar:
-        result = dry_run.predict(options.run, options.cluster, partial(bar.show, "simulating"))
-    print_result(options.json, partial(dry_run.as_dict, result), partial(dry_run.show, result))
-    return result.fits
-
-
-def sent_bytes(argv: Sequence[str]) -> None:
-    """Runs `armillary-plan bytes`."""
-    options = parse(argv, BytesOptions, f"{PROGRAM} bytes")
-    with Bar(quiet=options.json) as bar:
-        results = plan_bytes(options, bar.show)
-    print_result(
-        options.json, partial(comm_volume.as_dict, options, results), partial(comm_volume.show, options, results)
-    )
-
-
-def steps(argv: Sequence[str]) -> None:
-    """Runs `armillary-plan steps`."""
-    options = parse(argv, StepsOptions, f"{PROGRAM} steps")
-    methods = plan_steps(options)
-    if options.out is not None:
-        write_steps(options, methods)
-    print_result(
-        options.json, partial(steps_command.as_dict, options, methods), partial(steps_command.show, options, methods)
-    )
-
-
-def print_result(as_json: bool, as_dict: Callable[[], dict[str, Any]], show: Callable[[], None]) -> None:
-    """Prints the result of a command: `as_dict()` as JSON, or the tables that `show()` prints."""
-    if as_json:
-        print(json.dumps(as_dict(), indent=2))
-    else:
-        show()
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], bool | None]] = {
-    "search": search,
-    "memory": memory,
-    "run": run,
-    "bytes": sent_bytes,
-    "steps": steps,
-}

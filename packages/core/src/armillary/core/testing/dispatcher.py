@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -50,6 +49,8 @@ class Dispatched(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        from torch.distributed.tensor import DTensor  # takes seconds, and `armillary.core.testing` is in a command
+
         if DTensor in types:
             return NotImplemented  # DTensor then dispatches ops on local tensors
         if func.namespace == "armillary":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call.validation import autocast_enabled
-from armillary.core import Axis, LabelTriples
+from armillary.core import Axis, LabelTriples, compat
 from armillary.models.dtensors import sums_dtensors
 from armillary.models.loss.chunk_labels import SingleLabels, token_labels
 from armillary.models.loss.linear_chunks import LinearLoss, LinearLossSpec
@@ -144,7 +144,7 @@ def torch_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec:
     return total.to(spec.wide)
 
 
-@torch.compiler.disable  # traced, the loop would be unrolled into a graph of all chunks
+@compat.outside_graphs  # traced, the loop would be unrolled into a graph of all chunks
 def own_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LinearLossSpec) -> Tensor:
     """Computes the summed loss chunk by chunk (`linear_chunks`)."""
     # Determined here, because grad mode is off inside of an `autograd.Function`.
@@ -166,7 +166,7 @@ def find_backend(name: str, z_loss: float, ranks: int) -> LossBackend:
             "backend 'torch' has no z_loss, and needs torch 2.13 and one rank; "
             f"got z_loss={z_loss}, torch {torch.__version__} and {ranks} ranks"
         )
-    return torch_linear_loss if name == "torch" else cast(LossBackend, own_linear_loss)
+    return torch_linear_loss if name == "torch" else own_linear_loss
 
 
 def matmul_dtype(hidden: Tensor) -> torch.dtype:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, start_all_gather
+from armillary.core import Axis, compat, start_all_gather
 from armillary.core.observe.ledger import phase
 from armillary.core.validation import check_tensor
 from armillary.models.dtensors import sums_dtensors
@@ -148,8 +148,7 @@ def token_logprobs(
     tokens, dim = prod(label_list.shape), hidden.shape[-1]
     chunk = chunk or loss_chunk_tokens(tokens, dim, shard.total_rows, dtype.itemsize, ranks)
     spec = LogprobsSpec(label_list, chunk, dtype, shard, temperature, statistics)
-    run = cast(Callable[..., list[Tensor]], log_probabilities)  # torch.compiler.disable loses the signature
-    logprobs, *columns = run(hidden.flatten(0, 1), weight, bias, spec)
+    logprobs, *columns = log_probabilities(hidden.flatten(0, 1), weight, bias, spec)
     result = label_list.in_caller_order(logprobs)
     if not statistics:
         return result
@@ -277,7 +276,7 @@ class LogprobsSpec(ChunkSpec):
         return logits, logits.to(self.wide, copy=True).div_(self.temperature)
 
 
-@torch.compiler.disable  # A trace would unroll the loop over chunks.
+@compat.outside_graphs  # A trace would unroll the loop over chunks.
 def log_probabilities(hidden: Tensor, weight: Tensor, bias: Tensor | None, spec: LogprobsSpec) -> list[Tensor]:
     """Returns log-probabilities [M], and with statistics three more tensors [M]: the fields of `TokenStatistics`."""
     apply = cast(Callable[..., tuple[Tensor, ...]], LogProbabilities.apply)
