@@ -164,6 +164,18 @@ def test_position_ids_of_a_batch_count_from_padding_idx():
     assert int(documents.position_ids.min()) == PADDING + 1
 
 
+def test_models_that_count_from_different_numbers_need_two_context_parallels():
+    roberta, bert = (model(family, "eager") for family in ("RobertaForMaskedLM", "BertForMaskedLM"))
+    for first, second in ((roberta, bert), (bert, roberta)):
+        cp = ContextParallel(Local())
+        cp.prepare(cp.prepare(first))  # a model counts as itself
+        padding_idx = cp.padding_idx
+        with pytest.raises(ValueError, match=rf"padding_idx={PADDING}"):
+            cp.prepare(second)
+        assert cp.padding_idx == padding_idx == (PADDING if first is roberta else None)
+        ContextParallel(Local()).prepare(second)
+
+
 @pytest.mark.parametrize(("padding_idx", "message"), [(PADDING, f"padding_idx={PADDING}"), (-1, "padding_idx=-1")])
 def test_padding_that_is_visible_and_negative_indices_are_refused(padding_idx, message):
     ids, _, _ = tokens(padded=True)

@@ -54,7 +54,8 @@ class ContextParallel:
     Attributes:
         method: the attention method.
         axes: the axes of the method and of `data` that have more than one rank.
-        padding_idx: position ids count from padding_idx + 1 (RoBERTa); None: they count from 0. `prepare` sets it.
+        padding_idx: position ids count from padding_idx + 1 (RoBERTa); None: they count from 0. `prepare` sets it, and
+            refuses a model that counts otherwise than one prepared before.
         shifts_labels: False for models whose loss is not of the next token (masked language models, classification of
             tokens): `shard` then takes `shift_labels` alone. `prepare` sets it to False for such a model, and never
             back to True.
@@ -83,6 +84,7 @@ class ContextParallel:
         self._data_axes = [axis for axis in data_axes if axis.size > 1]
         self.axes = [*sequence_axes, *self._data_axes]
         self.padding_idx: int | None = None
+        self._counting_model: str | None = None  # name of the model for which `count_positions_as` set padding_idx
         self._averaging = AveragingCheck(self.axes, mesh)
         self.shifts_labels = True
 
@@ -261,6 +263,20 @@ class ContextParallel:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = sum_over_axes(gradient, self.axes) / self.ranks
 
+    def count_positions_as(self, model: nn.Module, padding_idx: int | None) -> None:
+        """Sets `padding_idx` for a model that is prepared; functions of `PREPARERS` call it.
+
+        Raises:
+            ValueError: a model prepared before counts position ids from another number.
+        """
+        if self._counting_model is not None and padding_idx != self.padding_idx:
+            raise ValueError(
+                f"{type(model).__name__} counts position ids with padding_idx={padding_idx}, but "
+                f"{self._counting_model}, prepared before, with padding_idx={self.padding_idx}: prepare it with "
+                "another ContextParallel, and shard its rows with that"
+            )
+        self.padding_idx, self._counting_model = padding_idx, type(model).__name__
+
     def prepare(self, model: Model, **options: Any) -> Model:
         """Prepares an unmodified model of another library for sharded sequences, in place; returns the model.
 
@@ -277,7 +293,8 @@ class ContextParallel:
             options: options of the library's function.
 
         Raises:
-            ValueError: no installed package prepares models of this library, or the model cannot be sharded.
+            ValueError: no installed package prepares models of this library, or the model cannot be sharded; it counts
+                position ids from another number than a model prepared before (RoBERTa beside others).
         """
         # A user's subclass is recognized by its base class in transformers or diffusers.
         libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}

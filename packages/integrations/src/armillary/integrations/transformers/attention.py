@@ -52,7 +52,8 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
     Raises:
         ValueError: as `register_transformers` when a model selects the implementation; a model without a layer that
             calls transformers' attention interface (MPT, FNet), or with layers of tokens that compute attention
-            themselves (GIT); a model that counts position ids by an unknown rule.
+            themselves (GIT); a model that counts position ids by an unknown rule, or otherwise than one that `cp` has
+            prepared before.
     """
     # Each method is registered under its own name, so that models with different methods can run side by side.
     name = f"armillary-{type(cp.method).__name__.lower()}-{id(cp.method):x}"
@@ -64,7 +65,7 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
         raise ValueError(f"{type(model).__name__}: transformers cannot set its attention implementation")
     disable_caches(model)
     check_layers_attend(model)
-    cp.padding_idx = padding_idx_of(model)
+    cp.count_positions_as(model, padding_idx_of(model))
     # A `ContextParallel` may prepare several models: none of them may get labels that are shifted and should not be.
     cp.shifts_labels = cp.shifts_labels and predicts_next_token(model)
 
