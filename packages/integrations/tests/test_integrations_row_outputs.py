@@ -1,12 +1,15 @@
 """Models of transformers with one output per row: right on every rank, or refused by the output's name."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from armillary.attention import ContextParallel
+from armillary.attention import ContextParallel, sequence
 from armillary.core.testing import mesh, relative_error
 
 transformers = pytest.importorskip("transformers")
@@ -184,3 +187,68 @@ def outputs_beside_images() -> tuple[list[str], str]:
 def test_outputs_of_images_are_accepted_if_ranks_agree(worlds):
     for accepted, error in worlds(2).run(outputs_beside_images):
         assert accepted == ["image"] and "mean [3, 32]" in error
+
+
+# -- averages of gradients --------------------------------------------------------------------------------------------
+
+
+def classifier_step(cp: ContextParallel, model, block=None) -> torch.Tensor:
+    """A step of a prepared classifier inside its batch, or inside another block; returns its loss."""
+    ids, attention_mask = padded_rows()
+    with cp.shard(ids, attention_mask=attention_mask) as batch, block(batch) if block else nullcontext():
+        inputs = {"attention_mask": batch.attention_mask, "position_ids": batch.position_ids}
+        return step(model, batch.ids, **inputs)[1]
+
+
+def averaged_classifiers() -> tuple[float, list[str]]:
+    """The largest relative error under FSDP2 over all ranks, and the errors of averages over other ranks."""
+    axes = mesh(shard=2, ring=2)
+    every, cp = axes._flatten("every"), ContextParallel("ring", axes, data="shard")
+    plain = build("Llama", "ForSequenceClassification", **CLASSIFIERS["Llama"] | {"num_labels": 3})
+
+    def sharded(ranks, root=True):
+        model = cp.prepare(deepcopy(plain))
+        for part in (*model.model.layers, *([model] if root else [])):
+            fully_shard(part, mesh=ranks)
+        return model
+
+    def block(batch):
+        return sequence(layout=batch.layout, padded=True, documents=batch.documents)
+
+    model, refusals = sharded(every), []
+    ids, attention_mask = padded_rows()
+    expected, actual = step(plain, ids, attention_mask=attention_mask)[1], classifier_step(cp, model)
+    pairs = [(a.full_tensor(), b) for a, b in zip(gradients(model), gradients(plain), strict=True)]
+    errors = [relative_error(a, b) for a, b in [*pairs, (actual, expected)]]
+    ddp = DistributedDataParallel(cp.prepare(deepcopy(plain)), process_group=axes["shard"].get_group())
+    wrong = [(sharded(axes["shard"]), None), (sharded(axes["shard"]), block), (sharded(every, root=False), None)]
+    for model, opened in (*wrong, (ddp, None)):
+        with pytest.raises(ValueError) as raised:
+            classifier_step(cp, model, opened)
+        refusals.append(str(raised.value))
+    return max(errors), refusals
+
+
+def test_gradients_of_scores_averaged_over_other_ranks_are_refused(worlds):
+    for error, (fsdp, fsdp_in_sequence, left_out, ddp) in worlds(4).run(averaged_classifiers):
+        assert error < 1e-6
+        for refusal in (fsdp, fsdp_in_sequence):
+            assert "model.layers.0.self_attn.q_proj.weight" in refusal
+        assert "[0, 1, 2, 3]" in fsdp
+        assert "score.weight" in left_out or "embed_tokens.weight" in left_out
+        assert "embed_tokens.weight" in ddp and "[0, 1, 2, 3]" in ddp
+
+
+def refusal_when_compiled() -> str:
+    axes = mesh(shard=1, ring=2)
+    cp = ContextParallel("ring", axes)
+    model = cp.prepare(build("Llama", "ForSequenceClassification", **CLASSIFIERS["Llama"] | {"num_labels": 3}))
+    fully_shard(model, mesh=axes["shard"])
+    with pytest.raises(ValueError) as raised:
+        classifier_step(cp, torch.compile(model, backend="eager"))
+    return str(raised.value)
+
+
+@pytest.mark.long
+def test_a_compiled_classifier_refuses_averages_over_other_ranks(worlds):
+    assert all("[0, 1]" in refusal for refusal in worlds(2).run(refusal_when_compiled))

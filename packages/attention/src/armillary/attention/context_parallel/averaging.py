@@ -134,7 +134,7 @@ class AveragingCheck:
         else:
             remedy = f"ranks {sorted(extra)!s:.80} of the mesh are on none: name their axes in data="
         raise ValueError(
-            f"{wrapper} averages the gradient of {name} over ranks {sorted(ranks)!s:.80}, but cp.loss needs the "
+            f"{wrapper} averages the gradient of {name} over ranks {sorted(ranks)!s:.80}, but the loss needs the "
             f"average over {self._needed()}: {remedy}"
         )
 

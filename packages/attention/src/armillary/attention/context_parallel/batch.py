@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.attention.context_parallel.averaging import record_ddp
+from armillary.attention.context_parallel.averaging import AveragingCheck, record_ddp
 from armillary.attention.context_parallel.communication import gather_tokens
 from armillary.attention.context_parallel.rows import IGNORED, Rows
 from armillary.attention.context_parallel.sdpa import in_backward, with_documents
@@ -41,6 +41,7 @@ class ContextParallelBatch:
         layout: layout of the sequence over all ranks of the method.
         mask: mask of `attend`; with the documents, unless it cannot have any.
         ddp_modules: DDP modules in whose forward the batch was attended.
+        averaging: the owner's check of FSDP2 and DDP.
         label_count_read: True once `labelled`, or `inputs` with it, was read, so that a scalar loss can be a share.
     """
 
@@ -53,6 +54,7 @@ class ContextParallelBatch:
         labelled: int,
         mask: AttentionMask,
         replaces_mask: bool,
+        averaging: AveragingCheck,
     ) -> None:
         self.owner, self.method, self.layout, self.mask = owner, method, layout, mask
         self.ids, self.position_ids = self.take(rows.ids), self.take(rows.position_ids)
@@ -65,6 +67,7 @@ class ContextParallelBatch:
         self._number = next(_NUMBERS)  # 1, 2, ...: tells batches apart when backward recomputes attention
         self._attended = False  # True after the first call of `attend` in a forward
         self.ddp_modules: set[DistributedDataParallel] = set()
+        self.averaging = averaging
         self._labelled, self.label_count_read = labelled, False
 
     @property
@@ -184,7 +187,7 @@ class ContextParallelBatch:
         self._block.__enter__()
         context = current_sequence()
         assert context is not None
-        context.ddp_modules = self.ddp_modules
+        context.ddp_modules, context.averaging = self.ddp_modules, self.averaging
         context.inferred = self._inferred and not self._replaces_mask
         return self
 

@@ -175,7 +175,14 @@ class ContextParallel:
             # The rows' documents replace the mask's: they also separate runs of padding.
             batch_mask = with_documents(replace(batch_mask, documents=None), rows.documents)
         return ContextParallelBatch(
-            self, self.method, rows, layout, labelled, batch_mask, replaces_mask=mask is not None
+            self,
+            self.method,
+            rows,
+            layout,
+            labelled,
+            batch_mask,
+            replaces_mask=mask is not None,
+            averaging=self._averaging,
         )
 
     def loss(self, logits_or_share: Tensor, batch: ContextParallelBatch) -> Tensor:

@@ -8,11 +8,12 @@ from contextvars import ContextVar
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary.attention.call.validation import check_layout, over_all_ranks
-from armillary.attention.context_parallel.averaging import record_ddp
+from armillary.attention.context_parallel.averaging import AveragingCheck, record_ddp
+from armillary.attention.context_parallel.communication import method_axes
 from armillary.attention.mask import AttentionMask, RowMasks, Tree
 from armillary.attention.mask.content import Documents
 from armillary.attention.methods.base import Method
@@ -29,6 +30,7 @@ class SequenceContext:
         inferred: True if `documents` are those that position ids of whole rows say.
         used: True once attention inside the block has asked for the layout.
         ddp_modules: DDP modules in whose forward it has.
+        averaging: the check of the `ContextParallel` whose batch opened the block; None until it is needed otherwise.
     """
 
     def __init__(
@@ -41,6 +43,27 @@ class SequenceContext:
         self.layout, self.documents, self.padded, self.mask = layout, documents, padded, mask
         self.used = self.inferred = False
         self.ddp_modules: set[DistributedDataParallel] = set()
+        self.averaging: AveragingCheck | None = None
+
+    def check_averaging(self, loss: Tensor, method: Method, model: nn.Module) -> None:
+        """Checks the gradients of a loss that is no argument of `cp.loss`, or of what it is computed from.
+
+        Without a `ContextParallel`, FSDP2 and DDP must average over the ranks of the method at least. Inside a compiled
+        graph it checks nothing.
+
+        Args:
+            loss: a tensor with autograd's graph.
+            model: the model that computed it, for names of parameters in errors.
+
+        Raises:
+            ValueError: as `AveragingCheck.check`.
+        """
+        # A graph has no parameters to check, and tracing `add` puts the model itself in the place of a weak reference.
+        if torch.compiler.is_compiling():
+            return
+        self.averaging = self.averaging or AveragingCheck(method_axes(method), None)
+        self.averaging.models.add(model)
+        self.averaging.check(loss, self.ddp_modules)
 
     def layout_for(self, method: Method, tokens: int, style_layout: SequenceLayout | None = None) -> SequenceLayout:
         """Returns the layout over all ranks of a method, and marks the block as used.

@@ -39,11 +39,13 @@ class RowEnds(NamedTuple):
         method: the attention method.
         indices: [B], local index of the row's last token on the rank that has it; 0 on others.
         is_local: bool [B], True on the rank that has the row's last token.
+        model: the classifier.
     """
 
     method: Method
     indices: Tensor
     is_local: Tensor
+    model: nn.Module
 
 
 def scores_row_ends(model: type) -> bool:
@@ -90,7 +92,7 @@ def find_row_ends(method: Method, model: Any, args: tuple[Any, ...], kwargs: Map
         ends = torch.tensor(gather_integers([local_ends.tolist()], method), device=ids.device).amax(0)
     matches = positions == ends[:, None]
     head = _head_of(model)
-    setattr(head, ROW_ENDS, RowEnds(method, matches.int().argmax(1), matches.any(1)))
+    setattr(head, ROW_ENDS, RowEnds(method, matches.int().argmax(1), matches.any(1), model))
     if score_row_ends not in head._forward_hooks.values():
         head.register_forward_hook(score_row_ends)
 
@@ -113,10 +115,16 @@ def score_row_ends(head: nn.Module, args: tuple[Any, ...], scores: Tensor) -> Te
     of ranks that share a row, for FSDP2, DDP or `ContextParallel.reduce_gradients` to average.
 
     Bytes sent: an `all_reduce` of [B, labels] on each axis of the method, in forward and in backward.
+
+    Raises:
+        ValueError: on every rank, before the sum: FSDP2 or DDP averages gradients over other ranks, as `cp.loss` says.
     """
     ends: RowEnds | None = vars(head).pop(ROW_ENDS, None)
     if ends is None:
         return scores
+    context = current_sequence()
+    if context is not None:  # the model's loss of these scores needs no `cp.loss`, which would check the average
+        context.check_averaging(scores, ends.method, ends.model)
     local = scores[torch.arange(len(scores), device=scores.device), ends.indices]
     local = local.masked_fill(~ends.is_local[:, None], 0)
     return sum_over_axes(local, method_axes(ends.method))[:, None].expand_as(scores)
@@ -142,10 +150,10 @@ def check_outputs(method: Method, model: Any, args: tuple[Any, ...], kwargs: Map
     integers for each.
 
     Raises:
-        ValueError: on every rank, with the output's name.
+        ValueError: on every rank, with the output's name; FSDP2 or DDP averages gradients of scores over other ranks.
     """
-    layout, loss_checked = _current_layout(method), vars(model).pop(LOSS_CHECKED, False)
-    if layout is None:
+    context, layout, loss_checked = current_sequence(), _current_layout(method), vars(model).pop(LOSS_CHECKED, False)
+    if context is None or layout is None:
         return
     tokens, name = layout.sizes[method.shard], type(model).__name__
     inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -158,6 +166,7 @@ def check_outputs(method: Method, model: Any, args: tuple[Any, ...], kwargs: Map
     rows: dict[str, Tensor] = {}
     for path, x in _tensors("", output):
         if tuple(x.shape) in right_shapes:
+            context.check_averaging(x, method, model)  # again, because a compiled model did not check its scores
             continue
         if x.ndim == 0 and x.is_floating_point():
             if not (loss_checked or loss_is_users):
