@@ -116,6 +116,10 @@ def test_tiny_copies_have_layers_with_a_state(model_type):
     assert any(shards_states(type(module)) for module in model.modules())
 
 
+def test_tokens_of_a_model_that_pools_in_its_own_forward_are_right(worlds):
+    check_architecture("clip_text_model", ring=2, tokens=16, variants=(), worlds=worlds).assert_right()
+
+
 @pytest.mark.parametrize("model_type", ["mamba2", pytest.param("zamba2", marks=pytest.mark.long)])
 def test_copies_with_states_are_right(worlds, model_type):
     report = check_architecture(

@@ -109,22 +109,31 @@ REFUSED = {  # name: (model, head, settings, inputs of the call, output or argum
     "chosen logits": ("Llama", "ForCausalLM", SIZES, {"logits_to_keep": torch.tensor([3])}, "logits_to_keep"),
     "text tower": ("CLIPText", "ModelWithProjection", SIZES | {"eos_token_id": 2}, {}, "text_embeds|pooler_output"),
 }
+
+
+def first_output(model, args, output):
+    return output[:1]
+
+
 MOE = SIZES | {"num_key_value_heads": 2, "experts_implementation": "eager"}
 ACCEPTED = {
     "answers": ("Llama", "ForQuestionAnswering", SIZES, {}),
     "answers as wide as the shard is long": ("Bert", "ForQuestionAnswering", BERT | {"hidden_size": 24}, {}),
     "tokens": ("Llama", "ForTokenClassification", SIZES, {"output_hidden_states": True}),
+    "pooled by the model itself, left out": ("CLIPText", "Model", SIZES | {"eos_token_id": 2}, {}, first_output),
     "routers": ("Mixtral", "Model", MOE, {"output_router_logits": True}),
 }
 
 
-def prepared_call(name: str, head: str, settings: dict, inputs: dict) -> str:
+def prepared_call(name: str, head: str, settings: dict, inputs: dict, hook=None) -> str:
     """The error of a call with these inputs, or "" without one."""
     cp = ContextParallel("ring", mesh(ring=2))
     length = 48 if settings.get("hidden_size") == 24 else LENGTH  # shards as long as the model is wide
     ids = padded_rows()[0][:, :length]
     try:
         model = cp.prepare(build(name, head, **settings))
+        if hook is not None:
+            model.register_forward_hook(hook, prepend=True)
         with cp.shard(ids, documents=[0, length]) as batch:
             model(input_ids=batch.ids, position_ids=batch.position_ids, **inputs)
     except ValueError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import pairwise
@@ -51,12 +51,13 @@ class InFloat64(TorchFunctionMode):
 
 
 def new_model(architecture: Architecture) -> nn.Module:
-    """Returns the model, with the same weights on every rank and without poolers, which need the first token."""
+    """Returns the model, with the same weights on every rank and without poolers, which need one token of the row."""
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = model_class(architecture.config).from_config(architecture.config, **options)
     for module in model.modules():
         if type(getattr(module, "pooler", None)).__name__.endswith("Pooler"):
             module.pooler = None
+    model.register_forward_hook(_leave_out_pooled)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -66,6 +67,14 @@ def new_model(architecture: Architecture) -> nn.Module:
     for module in (model, *layers):
         module.forward = _in_float64(module.forward)
     return model
+
+
+def _leave_out_pooled(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Forward hook: leaves out the output that a text model of CLIP pools in its own forward, without a module."""
+    if not isinstance(output, Mapping) or "pooler_output" not in output:
+        return output
+    outputs: Mapping[str, Any] = output
+    return type(output)(**{name: x for name, x in outputs.items() if name != "pooler_output"})
 
 
 def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:

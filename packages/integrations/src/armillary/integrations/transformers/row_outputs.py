@@ -216,7 +216,8 @@ def _row_error(name: str, path: str, x: Tensor, layout: SequenceLayout, tokens: 
     return (
         f"{name} returns {path} {list(x.shape)} for {tokens} of the {layout.length} tokens of a row, so ranks that "
         "share a row return different ones: use outputs of tokens [B, T, ...] (batch.gather gathers them), a "
-        "*ForSequenceClassification that scores the last token, or add_pooling_layer=False"
+        "*ForSequenceClassification that scores the last token, or add_pooling_layer=False; if the model has no such "
+        "option, leave the output out in a forward hook (register_forward_hook(..., prepend=True))"
     )
 
 
