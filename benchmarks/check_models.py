@@ -25,10 +25,9 @@ import transformers
 from report import RESULTS, write
 from transformers_models import families
 
-from armillary.attention.check import error_line
+from armillary.check import NotJudged, check_architecture, error_line
+from armillary.check.architecture import document_boundaries
 from armillary.core.testing import RankFailed, Worlds
-from armillary.integrations.check.cli import check_architecture, document_boundaries
-from armillary.integrations.check.mechanisms import NotJudged
 
 RING, ULYSSES, TOKENS = 2, 2, 64
 VARIANTS = ("recompute",)

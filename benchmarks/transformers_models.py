@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from transformers.models.auto import modeling_auto as auto
 
 from armillary.attention import ContextParallel, Ring, sdpa_parallel
+from armillary.check.architecture import InFloat64
 from armillary.core.testing import World, mesh, relative_error
 from armillary.integrations import register_transformers
-from armillary.integrations.check.step import InFloat64
 from armillary.integrations.transformers.models import padding_idx_of
 
 RANKS, LENGTH, VOCABULARY = 4, 64, 64

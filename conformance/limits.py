@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.attention.check import LIMITS, relative_error, root_mean_square
+from armillary.core.testing import LIMITS, relative_error, root_mean_square
 from conformance.case import Case
 from conformance.expected import cancelling, expected, flash
 

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from check_torch_context_parallel import Model, use_cpu_kernel
 
-from armillary.attention.check import StepOutput, check_model
+from armillary.check import StepOutput, check_model
 
 
 def step(accelerator, model, batch):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from armillary.attention.check import StepOutput, check_model
+from armillary.check import StepOutput, check_model
 
 VOCABULARY, EMBED, HEADS = 64, 32, 4
 

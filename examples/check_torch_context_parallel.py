@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._context_parallel import _attention as torch_ring
 
-from armillary.attention.check import StepOutput, check_model
+from armillary.check import StepOutput, check_model
 
 VOCABULARY, EMBED, HEADS = 64, 32, 4
 aten = torch.ops.aten

@@ -54,6 +54,13 @@ def integrations() -> None:
     assert callable(share_rows)
 
 
+def check() -> None:
+    from armillary.attention import Local
+    from armillary.check import check_method
+
+    check_method(Local(), layouts=["contiguous"]).assert_right()
+
+
 def data() -> None:
     from armillary.core import SequenceLayout
     from armillary.data import ByteTokenizer, Document, PackedSequences, TokenStore
@@ -96,7 +103,7 @@ if __name__ == "__main__":
     name = sys.argv[1]
     for entry_point in distribution(name).entry_points:
         entry_point.load()
-    {each.__name__: each for each in (core, attention, integrations, data, models, train, plan)}[
+    {each.__name__: each for each in (core, attention, integrations, check, data, models, train, plan)}[
         name.removeprefix("armillary-")
     ]()
     print(f"ok: Python {sys.version.split()[0]}, torch {version('torch')}")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from armillary.check import cli as check
 from armillary.data import cli as data
 from armillary.data.loader.batches import check_minimum
 from armillary.data.parsing import parse
-from armillary.integrations.check import cli as check
 from armillary.plan import cli as plan
 from armillary.plan.comm_volume import BytesOptions
 from armillary.plan.dry_run import read_options

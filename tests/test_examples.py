@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from armillary.attention.check import Mistake, check_model
+from armillary.check import Mistake, check_model
 from armillary.core import sum_gradients
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

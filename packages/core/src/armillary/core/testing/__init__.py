@@ -11,9 +11,18 @@ def test_sum(worlds):
     assert worlds(4).run(add_ranks) == [6, 6, 6, 6]
 """
 
-from armillary.core.testing.compare import relative_error
+from armillary.core.testing.compare import LIMITS, relative_error, root_mean_square
 from armillary.core.testing.dispatcher import Dispatched
 from armillary.core.testing.rank import mesh
 from armillary.core.testing.world import RankFailed, World, Worlds
 
-__all__ = ["Dispatched", "RankFailed", "World", "Worlds", "mesh", "relative_error"]
+__all__ = [
+    "LIMITS",
+    "Dispatched",
+    "RankFailed",
+    "World",
+    "Worlds",
+    "mesh",
+    "relative_error",
+    "root_mean_square",
+]

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from armillary.attention.check.method import relative_error, root_mean_square
-from armillary.attention.check.step import CheckRun, RankRecord
+from armillary.check.step import CheckRun, RankRecord
+from armillary.core.testing import relative_error, root_mean_square
 
-LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+MODEL_LIMITS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Maximum relative error of a tensor, by dtype. It is higher for a model that amplifies rounding: see `NOISE_FACTOR`.
 """
 NOISE_FACTOR = 4.0
-"""Errors up to this multiple of one rank's own rounding error are right too, if that is more than `LIMITS`."""
+"""Errors up to this multiple of one rank's own rounding error are right too, if that is more than `MODEL_LIMITS`."""
 SMALLEST_LOSS = 1e-300
 """Errors of a loss that is zero are relative to this number."""
 GRADIENT_FLOOR = 1e-3
@@ -148,9 +148,9 @@ def compare(
         expected: record of one rank in float64.
         rounded: record of one rank with other rounding. Errors up to `NOISE_FACTOR` times the errors of this record
             count as right.
-        limit: maximum relative error; by default `LIMITS` of the dtype.
+        limit: maximum relative error; by default `MODEL_LIMITS` of the dtype.
     """
-    dtype_limit = LIMITS[run.dtype] if limit is None else limit
+    dtype_limit = MODEL_LIMITS[run.dtype] if limit is None else limit
     # A deep or badly scaled model amplifies rounding, on one rank as on many.
     rounding_errors = _rounding_errors(rounded, expected) if rounded is not None else {}
 

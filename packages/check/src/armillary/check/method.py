@@ -13,19 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import isnan
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from armillary.attention.mask import AttentionMask
-from armillary.attention.methods.base import Method
-from armillary.attention.reference import reference_attention
+from armillary.attention import AttentionMask, Method, reference_attention
 from armillary.core import SequenceLayout
+from armillary.core.testing import LIMITS, relative_error
 
-LIMITS = {torch.float64: 1e-10, torch.float32: 2e-6}
-"""Largest relative error of a tensor, by dtype. Errors in 16 bits depend on the tensors and have no fixed limit."""
 MASKS: Mapping[str, AttentionMask] = {
     "full": AttentionMask(causal=False),
     "causal": AttentionMask(),
@@ -122,31 +118,10 @@ def check_method(
     return MethodReport(tuple(errors), tuple(differing))
 
 
-def relative_error(result: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Returns the root mean square of the difference, divided by that of `expected`, or by `floor` if that is larger.
-
-    Infinite for a NaN, for any difference if the divisor is 0, and if -inf is not at the same places in both: an lse is
-    -inf where a query sees no key.
-    """
-    unseen = expected == -torch.inf
-    if not torch.equal(result == -torch.inf, unseen):
-        return float("inf")
-    expected = expected.masked_fill(unseen, 0)
-    difference = root_mean_square(result.double().masked_fill(unseen, 0) - expected)
-    size = max(root_mean_square(expected), floor)
-    if not difference:
-        return 0.0
-    return float("inf") if isnan(difference) or not size else difference / size
-
-
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Returns the lines of a table."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def root_mean_square(x: Tensor) -> float:
-    return float(x.detach().double().square().mean().sqrt())
 
 
 def _run(

@@ -1,4 +1,4 @@
-"""A pytest fixture, for conftest.py: `from armillary.attention.check.plugin import context_parallel_check`.
+"""A pytest fixture, for conftest.py: `from armillary.check.plugin import context_parallel_check`.
 
 def test_my_context_parallelism(context_parallel_check):
     context_parallel_check(build, step, world_size=4)
@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from armillary.attention.check.model import check_model
-from armillary.attention.check.report import ModelReport
+from armillary.check.model import ModelReport, check_model
 from armillary.core.testing import Worlds
 
 __all__ = ["context_parallel_check"]

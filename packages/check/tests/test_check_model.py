@@ -6,10 +6,10 @@ import pytest
 import torch
 from planted_faults import build, check_arguments, replicated_step
 
-from armillary.attention.check import Mistake, check_model
-from armillary.attention.check.compare import Comparison, GradientError, TensorError
-from armillary.attention.check.diagnose import Evidence, layers_share_backward
-from armillary.attention.check.step import CheckRun, run_step
+from armillary.check import Mistake, check_model
+from armillary.check.compare import Comparison, GradientError, TensorError
+from armillary.check.diagnose import Evidence, layers_share_backward
+from armillary.check.step import CheckRun, run_step
 
 DOCUMENTS = (0, 13, 21, 40, 64)
 PLANTED = {

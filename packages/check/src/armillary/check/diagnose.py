@@ -16,8 +16,7 @@ from math import isfinite, log
 import torch
 from torch import Tensor
 
-from armillary.attention.check.compare import Comparison, TokenError
-from armillary.attention.check.shards import distance_from_ends, moved_tokens, owners, shard_ends
+from armillary.check.compare import Comparison, TokenError
 
 ROUNDINGS = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 """Relative rounding error by dtype."""
@@ -372,6 +371,44 @@ def _layer(name: str) -> int | None:
     """Returns the number of the layer in a module's or a parameter's name."""
     number = re.search(r"(?:^|\.)(\d+)\.", f"{name}.")
     return None if number is None else int(number[1])
+
+
+# Positions of tokens in shards.
+
+
+def owners(shards: Sequence[Tensor]) -> Tensor:
+    """Returns the rank that has each token, [N]; the first one if several have it, -1 if none has."""
+    owner = torch.full((1 + max(int(x.max()) for x in shards),), -1)
+    for rank in reversed(range(len(shards))):
+        owner[shards[rank]] = rank
+    return owner
+
+
+def shard_ends(shards: Sequence[Tensor]) -> Tensor:
+    """Returns True for tokens whose next token is on another rank, bool [N]."""
+    owner = owners(shards)
+    return torch.cat([owner[1:] != owner[:-1], torch.tensor([False])])
+
+
+def distance_from_ends(shards: Sequence[Tensor]) -> Tensor:
+    """Returns the distance of each token from the nearest boundary between shards, [N]: 1 for the tokens next to it.
+
+    N if there is no boundary.
+    """
+    tokens, ends = torch.arange(len(owners(shards))), shard_ends(shards).nonzero().flatten()
+    if not len(ends):
+        return torch.full_like(tokens, len(tokens))
+    # Each boundary is after a token in `ends`. `before` is positive for tokens before it, `after` for tokens after it.
+    before, after = ends[:, None] - tokens + 1, tokens - ends[:, None]
+    return torch.where(before > 0, before, after).amin(0)
+
+
+def moved_tokens(shards: Sequence[Tensor]) -> Tensor:
+    """Returns True for tokens whose position is not their index in the shard, bool [N]."""
+    moved = torch.zeros(len(owners(shards)), dtype=torch.bool)
+    for positions in shards:
+        moved[positions] |= positions != torch.arange(len(positions))
+    return moved
 
 
 # Parts of messages.

@@ -7,11 +7,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from armillary.check import NotJudged, architecture, check_architecture  # noqa: E402
+from armillary.check.architecture import check_mechanisms, document_boundaries  # noqa: E402
+from armillary.check.cli import main  # noqa: E402
+from armillary.check.tiny import check_size, load_config, model_class, tiny_config  # noqa: E402
 from armillary.core import SequenceLayout  # noqa: E402
-from armillary.integrations.check import cli  # noqa: E402
-from armillary.integrations.check.cli import check_architecture, document_boundaries, main  # noqa: E402
-from armillary.integrations.check.mechanisms import NotJudged, check_mechanisms  # noqa: E402
-from armillary.integrations.check.tiny import check_size, load_config, model_class, tiny_config  # noqa: E402
 from armillary.integrations.transformers.states import shards_states  # noqa: E402
 
 QWEN = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -146,7 +146,7 @@ def test_a_mechanism_that_a_copy_lacks_or_does_not_need_is_not_judged():
 @pytest.mark.parametrize(("model_type", "code"), [("minimax_m3_vl_text", 2), ("llama", 0)])
 def test_a_right_result_without_the_mechanism_exits_with_2(worlds, capsys, monkeypatch, model_type, code):
     report = check_architecture("llama", ring=2, tokens=16, variants=(), worlds=worlds)
-    monkeypatch.setattr(cli, "check_model", lambda *_, **__: report)
+    monkeypatch.setattr(architecture, "check_model", lambda *_, **__: report)
     assert outcome(worlds, model_type) == code
     assert ("Indexer" in capsys.readouterr().err) == (code == 2)
 

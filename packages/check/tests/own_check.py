@@ -5,7 +5,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from armillary.attention.check import StepOutput
+from armillary.check import StepOutput
 
 
 class Model(nn.Module):

@@ -6,16 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from os import getcwd
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from armillary.attention.check import ModelReport, check_model, error_line
+from armillary.check.architecture import check_architecture, document_boundaries
+from armillary.check.model import ModelReport, check_model, error_line
 from armillary.core.testing import RankFailed, Worlds
 
 PROGRAM = "armillary-check"
@@ -107,61 +105,6 @@ def check(options: argparse.Namespace, progress: Callable[[str], object], worlds
     if options.compile:  # copies stay in float64 by a TorchFunctionMode, which dynamo does not trace
         raise ValueError("--compile is for module:function; copies of Hugging Face models are not compiled")
     return check_architecture(options.model, options.method, options.ring, options.ulysses, **shared)
-
-
-def check_architecture(
-    source: str, method: str | None = None, ring: int = 1, ulysses: int = 1, **options: Any
-) -> ModelReport:
-    """Checks a tiny random copy of a Hugging Face architecture under `ContextParallel`.
-
-    Args:
-        source: folder, config.json or model type.
-        method: name of the attention method. By default "ring", "ulysses" or, with both axes, "usp".
-        ring, ulysses: ranks on the sequence axis and on the head axis; ring becomes 4 if both are 1.
-        options: options of `check_model`.
-
-    Raises:
-        ValueError: a model that cannot be found or shrunk; wrong options.
-        NotJudged: the results are right, but the copy has or exercises no selection of keys, or no layer with a state,
-            that the architecture may have.
-        RankFailed: a rank raised, for example because the model cannot be sharded, died or hung.
-    """
-    # Imports transformers before ranks are started: they are forked, and need not import it again.
-    from armillary.integrations.check.mechanisms import check_mechanisms
-    from armillary.integrations.check.step import Architecture, on_shards, one_rank
-    from armillary.integrations.check.tiny import VOCABULARY, check_size, describe, load_config, tiny_config
-
-    if ring == ulysses == 1:
-        ring = 4
-    whole_config = load_config(source)
-    text_config = whole_config.get_text_config(decoder=True)
-    tokens = options.get("tokens", 64)
-    config = tiny_config(text_config, tokens)
-    check_size(config)
-    method = method or ("ring" if ulysses == 1 else "ulysses" if ring == 1 else "usp")
-    architecture = Architecture(config, method, ring, ulysses)
-    report = check_model(
-        partial(on_shards, architecture),
-        reference=partial(one_rank, architecture),
-        world_size=ring * ulysses,
-        vocabulary=VOCABULARY,
-        **options,
-    )
-    if report.right:
-        check_mechanisms(config, tokens, every_mechanism=not Path(source).exists())
-    notes = () if text_config is whole_config else (f"of {source}, the text part was checked",)
-    title = f"{describe(config)}\n{method} on ring={ring}, ulysses={ulysses}"
-    return replace(report, title=title, notes=(*report.notes, *notes))
-
-
-def document_boundaries(tokens: int) -> tuple[int, ...]:
-    """Returns boundaries at about 1/5, 1/2 and 5/6 of the sequence; at 5/6 is a document of one token.
-
-    In 64 tokens on 4 ranks, no boundary is one between shards.
-    """
-    return tuple(
-        sorted({0, tokens // 5 + 1, min(tokens // 2 + 3, tokens), tokens * 5 // 6, tokens * 5 // 6 + 1, tokens})
-    )
 
 
 def _import_function(name: str) -> Any:

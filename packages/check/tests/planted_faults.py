@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from armillary.attention.check import CheckBatch, StepOutput
+from armillary.check import CheckBatch, StepOutput
 
 EMBED, HEADS, VOCABULARY, WINDOWS = 16, 2, 64, (11, None, 11)
 

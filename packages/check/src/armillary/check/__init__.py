@@ -1,0 +1,23 @@
+"""Compares an attention method, or a training step of any library on shards, with one rank, and names the mistake."""
+
+from armillary.check.architecture import NotJudged, check_architecture
+from armillary.check.diagnose import Diagnosis, Mistake
+from armillary.check.method import MASKS, CheckedTensor, MethodReport, check_method
+from armillary.check.model import ModelReport, check_model, error_line
+from armillary.check.step import CheckBatch, StepOutput
+
+__all__ = [
+    "MASKS",
+    "CheckBatch",
+    "CheckedTensor",
+    "Diagnosis",
+    "MethodReport",
+    "Mistake",
+    "ModelReport",
+    "NotJudged",
+    "StepOutput",
+    "check_architecture",
+    "check_method",
+    "check_model",
+    "error_line",
+]

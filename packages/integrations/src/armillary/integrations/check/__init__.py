@@ -1,1 +1,0 @@
-"""The command `armillary-check`: tiny random copies of Hugging Face architectures, on CPU ranks against one."""
