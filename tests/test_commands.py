@@ -21,7 +21,6 @@ from armillary.plan.memory.plan import MemoryOptions
 from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import amount
 from armillary.plan.search.search import SearchOptions
-from armillary.plan.steps.command import StepsOptions
 from armillary.plan.tune import cli as tune
 from armillary.plan.tune.command import read_options as read_tune_options
 from armillary.train import cli as train
@@ -31,8 +30,6 @@ from armillary.train.command import read_command
 from armillary.train.config.limits import check_limits
 from armillary.train.generate import cli as generate
 from armillary.train.generate.command import read_generate
-from armillary.train.reporting import plot_cli
-from armillary.train.reporting.plot_cli import Pictures
 from conformance import command as conformance
 from conformance.report import Report, ReportRow
 
@@ -159,7 +156,7 @@ def test_tables_are_complete_on_a_pipe_and_in_80_columns(command, cells, capsys,
 
 
 def planning(words: list[str]) -> object:
-    kinds = {"search": SearchOptions, "memory": MemoryOptions, "bytes": BytesOptions, "steps": StepsOptions}
+    kinds = {"search": SearchOptions, "memory": MemoryOptions, "bytes": BytesOptions}
     command, flags = (words[0], words[1:]) if words and not words[0].startswith("-") else ("search", words)
     return read_options(flags, command) if command == "run" else parse(flags, kinds[command], command)
 
@@ -172,7 +169,6 @@ PARSERS: dict[str, Callable[[list[str]], object]] = {
     "armillary-plan": planning,
     "armillary-data": lambda words: parse(words, data.DataCommand, "armillary-data"),
     "armillary-export": lambda words: parse(words, Export, "armillary-export"),
-    "armillary-plot": lambda words: parse(words, Pictures, "armillary-plot"),
     "armillary-check": check.parse,
     "conformance": conformance.parse_arguments,
 }
@@ -185,7 +181,6 @@ HELPS = {
     "train": train.main,
     "generate": generate.main,
     "export": export.main,
-    "plot": plot_cli.main,
     "tune": tune.main,
     "check": check.main,
     **{f"plan {command}".strip(): plan.main for command in ("", *plan.COMMANDS)},

@@ -24,7 +24,6 @@ OTHER_FILES = {
     "core.files": "the functions that all others use",
     "core.gloo_threads": "/proc",
     "core.testing.world": "a file of the same test",
-    "plan.steps.page": "a file of the package",
     "train.generate.command": "a prompt, which may be a pipe",
     "train.runtime.health.process": "/proc",
 }

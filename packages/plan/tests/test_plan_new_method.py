@@ -18,7 +18,6 @@ from gathered_queries import GatheredQueries, GatheredQueriesPlan
 from test_plan_estimate import measured, sizes
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.drawing.shares import blocks_of
 from armillary.attention.planning.base import SequencePlan
 from armillary.attention.registry import SEQUENCE_METHODS, SequenceEntry, build_comm_plan, named_method, names
 from armillary.core import SequenceLayout
@@ -243,11 +242,6 @@ def test_the_bytes_report_omits_it_with_a_note(unplanned, capsys):
     show(plan, [])
     lines = [line for line in capsys.readouterr().out.splitlines() if f" {UNPLANNED} " in line]
     assert lines and all("comm_plan" in line for line in lines)
-
-
-def test_its_picture_is_refused_by_name(unplanned):
-    with pytest.raises(ValueError, match=rf"'{UNPLANNED}'.* comm_plan"):
-        blocks_of(SequenceLayout.zigzag(64, 4), AttentionMask(), UNPLANNED)
 
 
 # -- the tuner --------------------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ from armillary.train import cli as trainer
 from armillary.train.checkpoint.export import main as export
 from armillary.train.command import read_command
 from armillary.train.config.check import check
-from armillary.train.reporting.plot_cli import main as plot
 
 
 def safetensors(shapes: dict[str, tuple[int, ...]]) -> bytes:
@@ -79,12 +78,6 @@ FILES = {
     "bad_syntax.py": "def f(:\n",
     "bad_import.py": "1 / 0\n",
     "bad_recipes.py": "def number():\n return 3\ndef needs(x):\n return x\ndef fails():\n raise KeyError('x')\n",
-    "run-garbage/metrics.jsonl": "garbage\n",
-    "run-binary/metrics.jsonl": bytes(range(256)) * 9,
-    "run-kinds/metrics.jsonl": '{"step": 1, "loss": "x", "grad_norm": [], "learning_rate": {}}\n',
-    "run-validation/metrics.jsonl": '{"step": 1, "validation": 3}\n',
-    "run-deep/metrics.jsonl": "[" * 100_000,
-    "run-empty/metrics.jsonl": "",
     "run/metrics.jsonl": '{"step": 1, "loss": 3.0, "grad_norm": 1.0, "learning_rate": 0.1}\n',
     "manifest-empty/manifest.json": "{}",
     "hub-list/config.json": "[]",
@@ -276,26 +269,9 @@ EXPORT = [
     ("run out --pretrained none", "--pretrained none: "),
 ]
 
-PLOT = [
-    ("", "output folder"),
-    ("none", "none "),
-    ("text.txt", "text.txt "),
-    ("loop", "loop "),
-    ("run-garbage", "run-garbage/metrics.jsonl "),
-    ("run-binary", "run-binary/metrics.jsonl "),
-    ("run-empty", "run-empty/metrics.jsonl "),
-    ("run-deep", "run-deep/metrics.jsonl "),
-    ("run-kinds", "run-kinds/metrics.jsonl: "),
-    ("run-validation", "run-validation/metrics.jsonl: "),
-    ("run --output x.foo", "--output x.foo: "),
-    ("run --output none/x.png", "--output none/x.png: "),
-    ("run --output folder", "--output folder: "),
-]
-
 TABLES = {
     "train": (trainer.main, TRAIN),
     "export": (export, EXPORT),
-    "plot": (plot, PLOT),
 }
 ROWS = [(main, name, *row) for name, (main, rows) in TABLES.items() for row in rows]
 
@@ -317,9 +293,8 @@ def test_commands_refuse_invalid_inputs_in_one_line(in_folder, main, name, line,
         (trainer.main, ["--config", "a\0b.toml"], r"--config a\\x00b.toml"),
         (trainer.main, ["--config", "x" * 5000 + ".toml"], "File name too long"),
         (export, ["a\0b", "out"], "embedded null byte"),
-        (plot, ["a\0b"], r"a\\x00b .*metrics.jsonl"),
     ],
-    ids=range(9),
+    ids=range(8),
 )
 def test_odd_arguments_are_refused_in_one_line(in_folder, main, argv, message):
     assert re.search(message, refusal(main, argv))

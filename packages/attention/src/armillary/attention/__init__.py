@@ -4,7 +4,6 @@ from armillary.attention.call.projections import Projections, TokenProjections
 from armillary.attention.call.sources import Projected
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.context_parallel import ContextParallel, sdpa_parallel, sequence
-from armillary.attention.drawing import draw_mask
 from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.all_gather import AllGatherKV
 from armillary.attention.methods.base import Method
@@ -40,7 +39,6 @@ __all__ = [
     "WallFacer",
     "build_attention",
     "build_comm_plan",
-    "draw_mask",
     "gated_delta_rule",
     "reference_attention",
     "sdpa_parallel",

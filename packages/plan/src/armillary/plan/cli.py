@@ -22,11 +22,12 @@ commands:
   memory   peak memory of a training step on one rank, and the longest sequence that fits
   run      memory and time of a run of the trainer, by its own flags
   bytes    bytes that attention methods send, forward and backward, at any number of ranks
-  steps    a method step by step, as a page or a picture: sends between ranks, and the blocks that they compute
 
 None needs a GPU. armillary-plan COMMAND --help lists the options.
 Exit codes: 0; 1 if the model or the sequence does not fit into memory; 2 for wrong arguments."""
-COMMANDS = ("search", "memory", "run", "bytes", "steps")
+COMMANDS = ("search", "memory", "run", "bytes")
+REMOVED = {"steps": "python docs/tools/draw_steps.py, in a checkout of the repository"}
+"""Commands that are gone, and what to run instead."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     command, words = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
     fits = None
     with exit_on_error(PROGRAM):
+        if command in REMOVED:
+            raise ValueError(f"{PROGRAM} {command} is gone: run {REMOVED[command]}")
         if command not in COMMANDS:
             raise ValueError(f"no command {command!r}; known: {', '.join(COMMANDS)}")
         from armillary.plan.commands import run_command  # takes seconds, which neither help nor a wrong name needs

@@ -21,8 +21,6 @@ from armillary.plan.search import report as search_report
 from armillary.plan.search.command_line import write_choice
 from armillary.plan.search.search import SearchOptions
 from armillary.plan.search.search import search as search_all
-from armillary.plan.steps import command as steps_command
-from armillary.plan.steps.command import StepsOptions, plan_steps, write_steps
 
 
 def run_command(name: str, argv: Sequence[str]) -> bool | None:
@@ -81,17 +79,6 @@ def sent_bytes(argv: Sequence[str]) -> None:
     )
 
 
-def steps(argv: Sequence[str]) -> None:
-    """Runs `armillary-plan steps`."""
-    options = parse(argv, StepsOptions, f"{PROGRAM} steps")
-    methods = plan_steps(options)
-    if options.out is not None:
-        write_steps(options, methods)
-    print_result(
-        options.json, partial(steps_command.as_dict, options, methods), partial(steps_command.show, options, methods)
-    )
-
-
 def print_result(as_json: bool, as_dict: Callable[[], dict[str, Any]], show: Callable[[], None]) -> None:
     """Prints the result of a command: `as_dict()` as JSON, or the tables that `show()` prints."""
     if as_json:
@@ -105,5 +92,4 @@ COMMANDS: dict[str, Callable[[Sequence[str]], bool | None]] = {
     "memory": memory,
     "run": run,
     "bytes": sent_bytes,
-    "steps": steps,
 }

@@ -90,13 +90,6 @@ JoinedShards = tuple[tuple[int, ...], ...]
 as one shard, and the blocks of its plan number the groups."""
 
 
-def join_shards(layout: SequenceLayout, shards: JoinedShards | None) -> SequenceLayout:
-    """Returns the layout whose shards are the given groups of shards of `layout`; None: `layout` itself."""
-    if shards is None:
-        return layout
-    return SequenceLayout([[span for shard in group for span in layout.spans(shard)] for group in shards])
-
-
 @dataclass(frozen=True)
 class CommPlan:
     """The steps of `forward` and `backward` of one attention call.

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from armillary.train.config import Config
 from armillary.train.reporting.journal import Journal
 from armillary.train.reporting.metrics import StepMetrics
-from armillary.train.reporting.plot import plot_runs
+from armillary.train.reporting.plot import draw_loss
 from armillary.train.reporting.screen import Screen
 from armillary.train.reporting.sink import Sink
 from armillary.train.reporting.trackers import TensorBoard, WeightsAndBiases
@@ -97,9 +97,8 @@ class Reporter:
         return self._draw()
 
     def _draw(self) -> Path | None:
-        folder = self.config.train.output
         try:
-            return plot_runs([folder], folder / "loss.png")
+            return draw_loss(self.config.train.output)
         except Exception as error:  # an error of matplotlib must not fail the run
             self.say(f"no picture was drawn: {error}")
             return None

@@ -1,18 +1,26 @@
-"""`draw_mask`: a picture of a mask and, with a layout, of the tokens and the work of each rank. Needs matplotlib."""
+"""`draw_mask`: a picture of a mask and, with a layout, of the tokens and the work of each rank."""
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
+from mask_cells import (
+    ComputedCells,
+    Shares,
+    blocks_of,
+    cell_areas,
+    cell_edges,
+    count_pairs,
+    count_positions,
+    has_strided_spans,
+    shares_of,
+)
+from matplotlib import ticker
+from matplotlib.figure import Figure
+from palette import blend, light_colors, rank_colors
 
-from armillary.attention.drawing.cells import cell_areas, cell_edges, count_pairs, count_positions
-from armillary.attention.drawing.colors import blend, light_colors, rank_colors
-from armillary.attention.drawing.computed_cells import ComputedCells, has_strided_spans
-from armillary.attention.drawing.shares import Shares, blocks_of, shares_of
 from armillary.attention.mask import AttentionMask, Blocks, ImageSpans, Tree
 from armillary.attention.registry import DEFAULT_OPTIONS, MethodOptions
 from armillary.core import SequenceLayout
@@ -52,7 +60,6 @@ def draw_mask(
         The tokens and pairs of each rank, as drawn; None without a layout.
 
     Raises:
-        ImportError: matplotlib is not installed.
         ValueError: the mask or the layout has another length, the method is unknown or does not fit the layout, the
             suffix of `path` is none of `FORMATS`, or `path` is a folder or in a folder that does not exist.
         IndexError: the mask has no such row.
@@ -61,10 +68,8 @@ def draw_mask(
     path = check_path(Path(path))
     if layout is not None and layout.length != length:
         raise ValueError(f"the layout has {layout.length} tokens; the mask is drawn for {length}")
-    # Wrong arguments raise before matplotlib, which is slow, is imported.
     mask.pairs(length, row)  # raises ValueError if the mask has another length
     rank_shares = None if layout is None else shares_of(mask, layout, method, row, options)
-    Figure = import_matplotlib("figure").Figure
     mask, edges = mask.row(row), cell_edges(length, CELLS)
     if layout is None or rank_shares is None:
         figure = Figure((4.2, 4.3), layout="constrained")
@@ -128,7 +133,6 @@ def show_square(axes: Any, cells: Any, edges: Integers) -> None:
 
 def style_axes(axes: Any, both_axes: bool = False) -> None:
     """Sets about five tick labels with SI prefixes, such as 128k, on the x axis or both axes, and a light frame."""
-    ticker = import_matplotlib("ticker")
     for axis in (axes.xaxis, axes.yaxis) if both_axes else (axes.xaxis,):
         axis.set_major_locator(ticker.MaxNLocator(5, integer=True, steps=[1, 2, 4, 5, 8, 10]))
         axis.set_major_formatter(ticker.EngFormatter(sep=""))
@@ -175,12 +179,3 @@ def rank_ticks(axes: Any, ranks: int, at: float) -> None:
     """Labels at most eight ranks on the y axis; `at` is the offset of a label from the rank's number."""
     ticks = range(0, ranks, -(-ranks // 8))
     axes.set_yticks([rank + at for rank in ticks], [f"rank {rank}" for rank in ticks])
-
-
-def import_matplotlib(module: str) -> ModuleType:
-    """Imports a module of matplotlib. Raises ImportError with the command that installs it."""
-    try:
-        return import_module(f"matplotlib.{module}")
-    except ImportError as error:
-        message = f"matplotlib.{module} cannot be imported ({error}): pip install 'armillary-attention[plot]'"
-        raise ImportError(message) from error

@@ -6,12 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
 
-from armillary.plan.steps.draw import SIDE, Drawing, moves_text, rank_styles
-from armillary.plan.steps.timeline import Frame
+from step_drawing import SIDE, Drawing, moves_text, rank_styles
+from step_frames import Frame
 
 GAP = 16
 """Distance between drawings of an SVG file, in SVG units."""
@@ -146,5 +146,5 @@ def truncate(text: str, length: int) -> str:
 
 
 def resource(name: str) -> str:
-    """Returns the text of a file beside this module."""
-    return files("armillary.plan.steps").joinpath(name).read_text("utf-8")
+    """Returns the text of a file in `templates`."""
+    return (Path(__file__).parent / "templates" / name).read_text("utf-8")

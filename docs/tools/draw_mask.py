@@ -2,18 +2,18 @@
 
 Examples:
   # three documents with a window of a token and the four before it
-  python scripts/draw_mask.py --documents 0,5,12,32 --window 4,none --length 32 --out mask.png
+  python docs/tools/draw_mask.py --documents 0,5,12,32 --window 4,none --length 32 --out mask.png
   # the same documents on four ranks: zigzag shards, a ring
-  python scripts/draw_mask.py --documents 0,5,12,32 --length 32 --layout zigzag --ranks 4 --out mask.png
+  python docs/tools/draw_mask.py --documents 0,5,12,32 --length 32 --layout zigzag --ranks 4 --out mask.png
   # a prompt of 8 tokens with two completions in a balanced layout; numbers as JSON too
-  python scripts/draw_mask.py tree --ends 0,8,20,32 --parents none,0,0 --layout balanced --ranks 4 \\
+  python docs/tools/draw_mask.py tree --ends 0,8,20,32 --parents none,0,0 --layout balanced --ranks 4 \\
       --out tree.png --json tree.json
   # other kinds, each with its own options
-  python scripts/draw_mask.py prefix --documents 0,20,32 --prefixes 8,4 --out prefix.png
-  python scripts/draw_mask.py chunked --size 8 --length 1M --out chunked.svg
-  python scripts/draw_mask.py image-spans --spans 4:10,16:24 --length 32 --out images.png
-  python scripts/draw_mask.py blocks --visible 100,110,101 --block 8 --out blocks.png
-  python scripts/draw_mask.py slices --slice 0:16,0:8,none,none --slice 8:16,8:16,none,0 --out slices.png
+  python docs/tools/draw_mask.py prefix --documents 0,20,32 --prefixes 8,4 --out prefix.png
+  python docs/tools/draw_mask.py chunked --size 8 --length 1M --out chunked.svg
+  python docs/tools/draw_mask.py image-spans --spans 4:10,16:24 --length 32 --out images.png
+  python docs/tools/draw_mask.py blocks --visible 100,110,101 --block 8 --out blocks.png
+  python docs/tools/draw_mask.py slices --slice 0:16,0:8,none,none --slice 8:16,8:16,none,0 --out slices.png
 
 Lists are separated by commas. "none" is an unbounded side of a window or band, or the parent of a root.
 """
@@ -27,8 +27,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from armillary.attention.drawing.draw import draw_mask
-from armillary.attention.drawing.shares import Shares, shares_of
+from mask_cells import Shares, shares_of
+from mask_picture import draw_mask
+
 from armillary.attention.mask import AttentionMask, Blocks, Slice, SliceList, Tree
 from armillary.attention.mask.layouts import layout_of
 from armillary.attention.registry import MethodOptions
@@ -38,7 +39,7 @@ from armillary.data.console.exit import exit_on_error
 from armillary.data.console.quantity import count_argument, whole_number
 from armillary.data.console.table import Column, print_table
 
-PROGRAM = "python scripts/draw_mask.py"
+PROGRAM = "python docs/tools/draw_mask.py"
 NONE = "none"
 
 

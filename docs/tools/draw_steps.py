@@ -1,7 +1,15 @@
-"""The command `armillary-plan steps`: its options, and its output as a file or as text."""
+"""Draws the steps of an attention method, as a page to play through or as a picture: the pages of docs/steps.md.
+
+draw_steps.py     the command line
+step_frames.py    the sends and blocks of each step, from the communication plan
+step_drawing.py   a frame as SVG
+step_page.py      an HTML page of all frames, or an SVG file; its template and styles are in templates/
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import gcd
@@ -10,19 +18,21 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
+from step_drawing import Drawing, MaskCells
+from step_frames import join_frames, timeline
+from step_page import MethodSteps, comparison, html_page, svg_file
 
 from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.teams import Placement
 from armillary.attention.registry import MethodOptions, NamedMethod, named_method
 from armillary.core.files import writing
+from armillary.data.console.exit import exit_on_error
+from armillary.data.parsing import parse
 from armillary.plan.presets import amount
-from armillary.plan.steps.cells import MaskCells
-from armillary.plan.steps.draw import Drawing
-from armillary.plan.steps.page import MethodSteps, comparison, html_page, svg_file
-from armillary.plan.steps.timeline import join_frames, timeline
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
+PROGRAM = "python docs/tools/draw_steps.py"
 MOST_RANKS = 64
 """Maximum number of ranks in a picture."""
 TOKENS_PER_RANK = 8
@@ -36,13 +46,13 @@ class StepsOptions:
 
     Ways to start:
       # a page to step through, or all steps as one picture
-      armillary-plan steps --attention wallfacer --team 2 --ranks 8 --out steps.html
-      armillary-plan steps --attention ring --ranks 4 --out steps.svg
+      python docs/tools/draw_steps.py --attention wallfacer --team 2 --ranks 8 --out steps.html
+      python docs/tools/draw_steps.py --attention ring --ranks 4 --out steps.svg
       # three methods side by side
-      armillary-plan steps --attention ring wallfacer upipe --ranks 8 --out methods.svg
+      python docs/tools/draw_steps.py --attention ring wallfacer upipe --ranks 8 --out methods.svg
       # a tree of three segments, balanced over a head axis of 2 and a ring of 4
-      armillary-plan steps --attention usp --ulysses 2 --documents 0 8 40 64 --parents -1 0 0 --layout balanced \\
-          --out tree.html
+      python docs/tools/draw_steps.py --attention usp --ulysses 2 --documents 0 8 40 64 --parents -1 0 0 \\
+          --layout balanced --out tree.html
 
     All pictures and numbers come from the method's communication plan.
     """
@@ -128,6 +138,19 @@ class StepsOptions:
         values = {name: getattr(self, name) for name in names if getattr(self, name)}
         texts = (f"{name} {' '.join(map(str, v)) if isinstance(v, tuple) else v}" for name, v in values.items())
         return ", ".join(["full" if self.full else "causal", *texts])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draws, and prints the bytes that each method sends. Exits with 2 and one line if arguments are wrong."""
+    with exit_on_error(PROGRAM):
+        options = parse(sys.argv[1:] if argv is None else argv, StepsOptions, PROGRAM)
+        methods = plan_steps(options)
+        if options.out is not None:
+            write_steps(options, methods)
+        if options.json:
+            print(json.dumps(as_dict(options, methods), indent=2))
+        else:
+            show(options, methods)
 
 
 def plan_steps(options: StepsOptions) -> list[MethodSteps]:
@@ -240,3 +263,7 @@ def show(options: StepsOptions, methods: Sequence[MethodSteps]) -> None:
             kind = totals.kind.replace("_", "-")
             print(f"  {totals.axis}, {kind}: {totals.total:,} bytes in all, {totals.busiest:,} of the busiest rank")
     print(f"written to {options.out}" if options.out else "--out FILE.html or FILE.svg draws the steps")
+
+
+if __name__ == "__main__":
+    main()
