@@ -19,7 +19,6 @@ from armillary.attention.planning.comm_plan import Role
 from armillary.core import SequenceLayout
 from armillary.core.observe.ledger import KINDS
 from armillary.core.testing.refusals import refusal
-from armillary.plan import cli as plan
 from armillary.train.reporting import journal
 from armillary.train.reporting.metrics import StepMetrics
 
@@ -178,10 +177,6 @@ def test_a_long_sequence_is_drawn_by_positions_of_all_shards(kind):
 ])  # fmt: skip
 def test_wrong_arguments_are_named(line, part):
     assert part in refusal(tool("draw_steps").main, line.split())
-
-
-def test_the_command_that_is_gone_names_the_script():
-    assert "docs/tools/draw_steps.py" in refusal(plan.main, ["steps", "--attention", "ring"])
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------

@@ -114,7 +114,7 @@ PLAN = [
     ("memory --reserve 5k", "--reserve", "5k", "80GB"),
     ("run --data.sequence-length 64KiB", "--data.sequence-length", "64KiB", "64Ki"),
     ("bytes --tokens 64KiB", "--tokens", "64KiB", "64Ki"),
-    ("steps --tokens 64KiB", "--tokens", "64KiB", "64Ki"),
+    ("steps --ranks 4", "steps", "docs/tools/draw_steps.py"),
     ("--plot x.foo", "--plot x.foo", ".png"),
     "--plot folder",
     "--plot none/x.png",

@@ -81,7 +81,7 @@ def by_formulas(job: Job, _progress: object) -> StepMemory:
 
 @pytest.mark.parametrize(
     "argv",
-    ["search --tokens 1000G --attention ring usp", "bytes --tokens 1000G --attention ring", "steps --tokens 1000G"],
+    ["search --tokens 1000G --attention ring usp", "bytes --tokens 1000G --attention ring"],
 )
 def test_figures_of_a_sequence_that_fits_nowhere_do_not_overflow(capsys, argv):
     with contextlib.suppress(SystemExit):
