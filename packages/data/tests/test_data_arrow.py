@@ -6,9 +6,10 @@ import shutil
 import sys
 
 import pytest
-from data_stores import numbered, read_rows, single_rank_rows
+from data_stores import every_shard, numbered, read_rows, single_rank_rows
 
-from armillary.data import ByteTokenizer, Vocabulary, is_store, open_store
+from armillary.core import SequenceLayout
+from armillary.data import ByteTokenizer, Vocabulary, is_store, one_per_row, open_store
 from armillary.data.detection import tokenizer_of
 
 datasets = pytest.importorskip("datasets")
@@ -82,6 +83,29 @@ def test_another_column_may_contain_the_tokens(tmp_path):
     both.save_to_disk(tmp_path / "saved")
     assert documents(open_store(tmp_path / "saved", column="tokens")) == [[1, 2], [3]]
     assert documents(open_store(tmp_path / "saved")) == [[4], [5]]
+
+
+def test_a_column_of_labels_replaces_the_next_tokens(tmp_path):
+    tokens = [[1, 2, 3, 4], [], [5, 6, 7], [8]]
+    labels = [[-100, -100, 3, 4], [], [-100, 6, -100], [-100]]
+    datasets.Dataset.from_dict({"input_ids": tokens, "labels": labels}).save_to_disk(tmp_path / "saved")
+    store = open_store(tmp_path / "saved")
+    expected = {(1, 2, 3, 4): [-100, 3, 4, -100], (5, 6, 7): [6, -100, -100], (8,): [-100]}
+    layout = SequenceLayout.striped(4, 2)
+    for number in range(3):
+        batch = single_rank_rows(store, 4, packing=one_per_row).batch(number)
+        row = tuple(batch.tokens[0].tolist()[: batch.documents[0][1]])
+        assert batch.labels[0].tolist() == expected[row] + [-100] * (4 - len(row))
+        shards = [rows.batch(number) for rows in every_shard(store, layout, packing=one_per_row)]
+        assert layout.join([shard.labels for shard in shards]).equal(batch.labels)
+    assert store.select(store.lengths == 3).read_labels(0, 1, 3).tolist() == [6, -100]
+    with pytest.raises(ValueError, match="token 1 of document 2 .* is 6, outside of the vocabulary of 5"):
+        store.with_vocabulary(5).read_labels(2, 1, 3)
+    with_scalars = datasets.Dataset.from_dict({"input_ids": tokens, "labels": [0, 1, 0, 1]})
+    with_scalars.save_to_disk(tmp_path / "classes")  # the class of a row is not the label of a token
+    assert open_store(tmp_path / "classes").labels is None
+    datasets.Dataset.from_dict({"input_ids": tokens, "labels": [[1], [], [2], [3]]}).save_to_disk(tmp_path / "short")
+    assert refused(tmp_path / "short", "'labels' .*'input_ids'")
 
 
 def test_content_depends_on_rows_not_on_their_path(tmp_path):

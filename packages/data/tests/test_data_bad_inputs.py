@@ -25,7 +25,6 @@ from armillary.data import (
 )
 from armillary.data.cli import main
 from armillary.data.prepare import Preparation, prepare
-from armillary.data.prepare.resume import read_progress
 from armillary.data.synthetic import AssociativeRecall, Copy, Needle
 
 FILES = {
@@ -63,6 +62,7 @@ HEADERS = {
     "store-deep": lambda text: "[" * 100_000,
     "store-binary": lambda text: "\0\1\2",
     "store-version": lambda text: text.replace('"version": 1', '"version": 7'),
+    "store-trees": lambda text: json.dumps({**json.loads(text), "version": 2, "segments": 3}),
     "store-dtype": lambda text: text.replace("uint16", "float32"),
     "store-no-dtype": lambda text: text.replace("uint16", "words"),
     "store-count": lambda text: text.replace('"documents": 9', '"documents": -9'),
@@ -126,13 +126,13 @@ COMMANDS = [
     ("prepare no.parquet -o out", "no.parquet "),
     ("prepare text.zst -o out", "text.zst "),
     ("prepare bad.jsonl.gz -o out", "bad.jsonl.gz "),
-    ("prepare cut.jsonl -o out --overwrite", "cut.jsonl:byte 0: "),
-    ("prepare list.jsonl -o out --overwrite", "list.jsonl:byte 0: "),
-    ("prepare number.jsonl -o out --overwrite", "'text'"),
-    ("prepare other.jsonl -o out --overwrite", "'body'"),
-    ("prepare deep.jsonl -o out --overwrite", "deep.jsonl:byte 0: "),
-    ("prepare latin.jsonl -o out --overwrite --invalid refuse", "latin.jsonl:byte 0: "),
-    ("prepare lines.jsonl -o out --text-field body --overwrite", "'body'"),
+    ("prepare cut.jsonl -o out", "cut.jsonl:byte 0: "),
+    ("prepare list.jsonl -o out", "list.jsonl:byte 0: "),
+    ("prepare number.jsonl -o out", "'text'"),
+    ("prepare other.jsonl -o out", "'body'"),
+    ("prepare deep.jsonl -o out", "deep.jsonl:byte 0: "),
+    ("prepare latin.jsonl -o out --invalid refuse", "latin.jsonl:byte 0: "),
+    ("prepare lines.jsonl -o out --text-field body", "'body'"),
     ("prepare text.txt -o /proc/none", "/proc/none: "),
     ("prepare text.txt -o /dev/null/none", "/dev/null/none: "),
     ("prepare text.txt -o text.txt", "output text.txt"),
@@ -144,7 +144,8 @@ COMMANDS = [
     ("prepare text.txt -o store", "--overwrite"),
     ("prepare store -o out", "store "),
     ("prepare text.txt text.txt -o out --invalid never", "'never'"),
-    ("prepare text.txt -o out --format docx", "'--format'"),
+    ("prepare text.txt -o out --format docx", "format='docx'"),
+    ("prepare text.txt -o out --format trees", "format='trees' .*prefix_tree"),
     ("prepare text.txt -o out --workers 0", "1; got 0"),
     ("prepare text.txt -o out --workers -3", "1; got -3"),
     ("prepare text.txt -o out --workers many", "'many'"),
@@ -180,6 +181,7 @@ COMMANDS = [
     ("info store-deep", "store.json "),
     ("info store-binary", "store.json "),
     ("info store-version", "version 7"),
+    ("info store-trees", "version 2; .*prefix_tree"),
     ("info store-dtype", "dtype='float32'"),
     ("info store-no-dtype", "store.json "),
     ("info store-count", "documents=-9"),
@@ -263,14 +265,6 @@ def rows(store=None, **changed):
     return PackedSequences(store_of(8) if store is None else store, **settings | changed)
 
 
-def progress(root, fields):
-    """Returns a folder with these fields in its progress file."""
-    folder = root / "progress"
-    folder.mkdir(exist_ok=True)
-    (folder / "progress.json").write_text(f'{{"plan": "", "counts": {{}}, {fields}}}')
-    return folder
-
-
 BYTES = ByteTokenizer()
 CALLS = {
     "no documents": (lambda _: TokenStore.of([], BYTES), "documents: "),
@@ -306,16 +300,6 @@ CALLS = {
         )
         for value in (True, -1, 2.0, None, 10**18)
     },
-    "progress with parts below 0": (lambda root: read_progress(progress(root, '"parts": -1, "files": {}')), "parts=-1"),
-    "progress with a part that is true": (
-        lambda root: read_progress(progress(root, '"parts": true, "files": {}')),
-        "parts=True",
-    ),
-    "progress with files below 0": (
-        lambda root: read_progress(progress(root, '"parts": 1, "files": {"tokens.bin": [-8, []]}')),
-        "files.tokens.bin=-8",
-    ),
-    "progress without files": (lambda root: read_progress(progress(root, '"parts": 1')), "files"),
     "a token beyond the vocabulary": (
         lambda _: rows(store_of(5, 8, size=9)).batch(2),
         "is 9, outside of the vocabulary of 9",

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 
 from armillary.core import SequenceLayout
 from armillary.data import PackedSequences, one_per_row, open_store, verify_folder
-from armillary.data.prepare import Preparation, prepare
+from armillary.data.prepare import Preparation, encode, prepare
 from armillary.data.prepare.encode import tokenizer_in
 from armillary.data.shuffle import stable_hash
 from armillary.data.text.tokenizer import TextTokenizer, train_bpe
@@ -280,13 +280,11 @@ def test_broken_line_is_refused_by_its_byte_and_can_be_fixed(tmp_path, invalid):
     options = {"output": tmp_path / "store", "chunk_bytes": 20, "invalid": invalid}
     place = len(lines[0]) + len(lines[1])
     message = rf"^a\.jsonl:byte {place}: .*--invalid skip"
-    for _ in range(2):  # finished parts stay, so the second run fails at once
-        with pytest.raises(ValueError, match=message):
-            prepare_header(path, **options)
-    path.write_bytes(path.read_bytes().replace(b"brok", b'"mended"'))
-    with pytest.raises(ValueError, match=r"changed .*--overwrite"):
+    with pytest.raises(ValueError, match=message):
         prepare_header(path, **options)
-    prepare_header(path, **options, overwrite=True)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+    path.write_bytes(path.read_bytes().replace(b"brok", b'"mended"'))
+    prepare_header(path, **options)
     assert texts_of(tmp_path / "store") == [b"first document", b"second", b"mended", b"last"]
 
 
@@ -297,6 +295,17 @@ def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):
     assert texts_of(tmp_path / "store") == [b"a", b"b"]
     assert (actual["documents"], actual["skipped"], actual["empty"]) == (2, 4, 1)
     assert actual["first_skipped"] == "a.jsonl:byte 14"
+
+
+def test_a_giant_document_is_refused_or_skipped_unless_tokens_are_bytes(tmp_path, definition, monkeypatch):
+    monkeypatch.setattr(encode, "MAX_DOCUMENT", 40)
+    (tmp_path / "given.json").write_bytes(definition)
+    lines = jsonl(tmp_path / "a.jsonl", ["one", "x" * 41])
+    options = {"tokenizer": str(tmp_path / "given.json"), "output": tmp_path / "store"}
+    with pytest.raises(ValueError, match=r"^a\.jsonl:byte 16: .*41 bytes.* 40 .*--invalid skip"):
+        prepare_header(lines, **options)
+    assert prepare_header(lines, **options, invalid="skip").summary["skipped"] == 1
+    assert prepare_header(lines, output=tmp_path / "bytes").documents == 2
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -310,6 +319,7 @@ def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):
         ({"invalid": "keep"}, "invalid='keep' .*'refuse', 'replace', 'skip'"),
         ({"workers": 0}, "workers .*1; got 0"),
         ({"format": "csv"}, "format='csv' "),
+        ({"format": "trees"}, "format='trees' .*prefix_tree"),
         ({"begin_of_document": "<s>"}, "begin_of_document='<s>' .*'bytes'; give none"),
         ({"tokenizer": "bpe", "end_of_document": "</s>"}, "end_of_document='</s>' .*none or '<|endoftex"),
     ],

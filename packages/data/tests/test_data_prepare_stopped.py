@@ -1,4 +1,4 @@
-"""Preparations stopped by a kill, a full disk, an error or another process. The next run finishes them."""
+"""Preparations stopped by a kill, a full disk, an error or another process leave no store; the next run makes it."""
 
 import errno
 import json
@@ -16,14 +16,13 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from operator import neg
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from armillary.data import is_store, open_store, verify_folder
-from armillary.data.prepare import Preparation, prepare, sources, writer
+from armillary.data.prepare import Preparation, prepare, sources
 from armillary.data.prepare import run as run_module
-from armillary.data.prepare.workers import map_in_order
+from armillary.data.prepare.encode import map_in_order
 
 TEXTS = [f"document {number} " * (number % 5 + 1) for number in range(40)]
 BROKEN = '{"text": broken}\n'
@@ -46,13 +45,6 @@ def lines(tmp_path):
 
 def planned(source, output, **options):
     return Preparation([source], output, **{"chunk_bytes": 150} | options)
-
-
-def counted(plan, workers=1):
-    """Finishes a plan and returns the number of chunks that remained."""
-    steps = []
-    prepare(plan, workers, lambda now: steps.append(now.done_bytes))
-    return len(steps) - 1  # the first report is the tokenizer's
 
 
 def files_of(folder):
@@ -80,91 +72,47 @@ def run(work):
 
 @pytest.fixture
 def reference(lines, tmp_path):
-    """The files of a store prepared without a stop, and its number of chunks."""
-    plan = planned(lines, tmp_path / "reference")
-    chunks = counted(plan)
-    assert chunks > 10
-    return files_of(plan.output), chunks
+    """The files of a store prepared without a stop."""
+    plan, steps = planned(lines, tmp_path / "reference"), []
+    prepare(plan, 1, steps.append)
+    assert len(steps) > 11
+    return files_of(plan.output)
 
 
 # -- exceptions -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, Stop])
-@pytest.mark.parametrize("after", [0, 1, 7])
-def test_finished_parts_survive_interrupts_and_errors(lines, reference, tmp_path, error, after):
+@pytest.mark.parametrize("after", [0, 7])
+def test_interrupts_and_errors_leave_nothing(lines, reference, tmp_path, error, after):
     plan = planned(lines, tmp_path / "store")
     with pytest.raises(error):
         prepare(plan, 1, stopping(after, error))
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store.partial"]
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference"]
+    prepare(plan, 1)
+    assert files_of(plan.output) == reference
+
+
+def test_a_failed_replacement_keeps_the_store(lines, reference, tmp_path):
+    with pytest.raises(Stop):
+        prepare(planned(lines, tmp_path / "reference", overwrite=True), 1, stopping(7))
+    assert files_of(tmp_path / "reference") == reference
+
+
+def test_the_remains_of_a_killed_run_are_no_store_and_are_removed(lines, reference, tmp_path):
+    plan = planned(lines, tmp_path / "store")
+    assert run(lambda: prepare(plan, 1, lambda now: now.tokens and os.kill(os.getpid(), signal.SIGKILL))) < 0
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store.lock", "store.partial"]
     with pytest.raises(ValueError, match=r"store .*store\.partial"):
         open_store(plan.output)
     assert is_store(plan.output)  # so that it is chosen, and opening it says how to finish it
-    assert counted(plan) == reference[1] - after
-    assert files_of(plan.output) == reference[0]
-
-
-def test_store_does_not_depend_on_the_number_of_stops(lines, reference, tmp_path):
-    plan = planned(lines, tmp_path / "store")
-    stops = 0
-    while not plan.output.exists():
-        try:
-            prepare(plan, 1, stopping(2))
-        except Stop:
-            stops += 1
-    assert stops == reference[1] // 2
-    assert files_of(plan.output) == reference[0]
-
-
-def test_a_trained_tokenizer_is_kept_with_the_parts(lines, tmp_path, monkeypatch):
-    options = {"tokenizer": "bpe", "vocab_size": 280}
-    prepare(planned(lines, tmp_path / "whole", **options), 1)
-    plan = planned(lines, tmp_path / "store", **options)
-    with pytest.raises(Stop):
-        prepare(plan, 1, stopping(3))
-    monkeypatch.setattr("armillary.data.prepare.run.train_bpe", None)
+    with pytest.raises(ValueError, match=r"store\.partial "):
+        open_store(tmp_path / "store.partial")
+    other = planned(lines, plan.output, tokenizer="bpe", vocab_size=280)
+    assert run(lambda: prepare(other, 1, lambda now: now.tokens and os.kill(os.getpid(), signal.SIGKILL))) < 0
     prepare(plan, 1)
-    assert files_of(plan.output) == files_of(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("change", ["input", "settings", "tokenizer"])
-def test_other_settings_refuse_to_resume_and_overwrite_restarts(lines, tmp_path, change):
-    output = tmp_path / "store"
-    with pytest.raises(Stop):
-        prepare(planned(lines, output, tokenizer="bpe", vocab_size=280), 1, stopping(3))
-    options = {"tokenizer": "bpe", "vocab_size": 280}
-    if change == "input":
-        jsonl(lines, [*TEXTS, "one more"])
-    else:
-        options |= {"vocab_size": 270} if change == "settings" else {"tokenizer": "bytes"}
-    files = files_of(tmp_path / "store.partial")
-    with pytest.raises(ValueError, match=r"store\.partial .*--overwrite"):
-        prepare(planned(lines, output, **options), 1)
-    assert files_of(tmp_path / "store.partial") == files
-    prepare(planned(lines, output, **options, overwrite=True), 1)
-    prepare(planned(lines, tmp_path / "whole", **options), 1)
-    assert files_of(output) == files_of(tmp_path / "whole")
-
-
-def test_restart_stopped_during_removal_leaves_no_old_files(lines, tmp_path):
-    with pytest.raises(Stop):
-        prepare(planned(lines, tmp_path / "store", tokenizer="bpe", vocab_size=280), 1, stopping(3))
-    plan = planned(lines, tmp_path / "store", overwrite=True)
-    for calls in range(12):
-        assert run(partial(dies_after, calls, plan)) == -signal.SIGKILL
-    prepare(plan, 1)
-    prepare(planned(lines, tmp_path / "whole"), 1)
-    assert files_of(plan.output) == files_of(tmp_path / "whole")
-
-
-def test_a_truncated_partial_file_is_refused(lines, tmp_path):
-    plan = planned(lines, tmp_path / "store")
-    with pytest.raises(Stop):
-        prepare(plan, 1, stopping(3))
-    os.truncate(tmp_path / "store.partial" / "tokens.bin", 10)
-    with pytest.raises(ValueError, match=r"tokens\.bin .*byte 10 of \d+.*store\.partial"):
-        prepare(plan, 1)
-    assert not plan.output.exists()
+    assert files_of(plan.output) == reference
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store"]
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------
@@ -173,7 +121,6 @@ def test_a_truncated_partial_file_is_refused(lines, tmp_path):
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_next_run_finishes_after_a_kill_before_any_disk_change(tmp_path, overwrite, monkeypatch):
     """Kills the process before each call that changes the disk, one call per run."""
-    monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a killed process loses no written data
     new, old = jsonl(tmp_path / "a.jsonl", TEXTS[:3]), jsonl(tmp_path / "b.jsonl", ["old"])
     plan = planned(new, tmp_path / "there" / "store", overwrite=overwrite, chunk_bytes=50)
@@ -189,7 +136,7 @@ def test_next_run_finishes_after_a_kill_before_any_disk_change(tmp_path, overwri
         assert files_of(plan.output) == files_of(tmp_path / "reference")
         assert os.listdir(plan.output.parent) == ["store"]
         plan.output.rename(tmp_path / f"done {calls}")
-    assert calls > 10
+    assert calls > 8
     # "none": between the renames of the old store and of the new one
     assert kinds == ({"old", "none", "new"} if overwrite else {"none", "new"})
 
@@ -215,31 +162,7 @@ def state(path):
     return "old" if bytes(store.read(0, 0, 3).tolist()) == b"old" else "new"
 
 
-def test_finished_parts_survive_a_kill_at_any_moment(lines, reference, tmp_path, monkeypatch):
-    """Parts are synced one by one, and the parent kills the process after reports of some of them."""
-    monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
-    plan, random, before = planned(lines, tmp_path / "store"), Random(0), 0
-    for _ in range(4):
-        heard, tell = fork.Pipe(duplex=False)
-        process = fork.Process(target=prepare, args=(plan, 1, lambda now, tell=tell: tell.send(now.done_bytes)))
-        process.start()
-        reports = [heard.recv() for _ in range(random.randint(2, 4))]
-        time.sleep(random.random() / 500)  # at a random point
-        process.kill()
-        process.join()
-        if plan.output.exists():
-            break
-        assert reports[1] > before  # resumes from the finished parts
-        before = reports[-1]
-    steps = []
-    prepare(plan, 1, lambda now: steps.append(now.done_bytes))
-    assert len(steps) < reference[1] - 4 and min(steps[1:], default=before + 1) > before
-    assert files_of(plan.output) == reference[0]
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store"]
-
-
-def test_workers_exit_with_a_killed_parent_and_another_run_resumes(lines, reference, tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
+def test_workers_exit_with_a_killed_parent_and_another_run_starts_again(lines, reference, tmp_path):
     plan, (heard, tell) = planned(lines, tmp_path / "store"), fork.Pipe(duplex=False)
 
     def report(now):
@@ -259,8 +182,8 @@ def test_workers_exit_with_a_killed_parent_and_another_run_resumes(lines, refere
     while any(map(is_running, workers)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(is_running, workers))
-    assert counted(plan) <= reference[1] - 6
-    assert files_of(plan.output) == reference[0]
+    prepare(plan, 1)
+    assert files_of(plan.output) == reference
 
 
 def is_running(pid):
@@ -273,7 +196,7 @@ def is_running(pid):
 # -- workers ----------------------------------------------------------------------------------------------------------
 
 
-def test_killed_worker_raises_and_keeps_finished_parts(lines, reference, tmp_path):
+def test_a_killed_worker_raises_and_leaves_nothing(lines, reference, tmp_path):
     plan, reports = planned(lines, tmp_path / "store"), []
     earlier_workers = set(multiprocessing.active_children())  # workers of earlier tests
 
@@ -288,8 +211,7 @@ def test_killed_worker_raises_and_keeps_finished_parts(lines, reference, tmp_pat
     with pytest.raises(ChildProcessError, match=message):
         prepare(plan, 2, report)
     assert set(multiprocessing.active_children()) <= earlier_workers
-    assert counted(plan) == reference[1] - (len(reports) - 1)
-    assert files_of(plan.output) == reference[0]
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference"]
 
 
 def test_worker_error_has_the_workers_traceback(lines, tmp_path):
@@ -297,7 +219,7 @@ def test_worker_error_has_the_workers_traceback(lines, tmp_path):
         file.write(BROKEN)
     with pytest.raises(ValueError, match=r"a\.jsonl:byte \d+: ") as caught:
         prepare(planned(lines, tmp_path / "store"), 2)
-    assert "in skip" in str(caught.value.__cause__)
+    assert "in _batches" in str(caught.value.__cause__)
     assert not (tmp_path / "store.lock").exists()
 
 
@@ -330,8 +252,7 @@ def test_at_most_two_items_per_worker_are_in_progress():
 # -- disks ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_keeps_finished_parts(lines, reference, tmp_path, monkeypatch):
-    monkeypatch.setattr(writer, "SYNC_SECONDS", -1.0)
+def test_a_full_disk_leaves_nothing(lines, reference, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=28k", "tmpfs", str(disk)]
@@ -341,10 +262,10 @@ def test_a_full_disk_keeps_finished_parts(lines, reference, tmp_path, monkeypatc
         plan = planned(lines, disk / "store")
         with pytest.raises(OSError, match=rf"{plan.output}: No space left on device"):
             fill(disk, plan)
-        assert not (disk / "store.lock").exists()
+        assert os.listdir(disk) == ["filler"]
         (disk / "filler").unlink()
-        assert 0 < counted(plan) < reference[1]
-        assert files_of(plan.output) == reference[0]
+        prepare(plan, 1)
+        assert files_of(plan.output) == reference
     finally:
         subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
@@ -365,8 +286,8 @@ def fill(disk, plan):
     prepare(plan, 1, report)
 
 
-@pytest.mark.parametrize("limit", [0, 40, 500, 1500, 2500])
-def test_a_file_size_limit_keeps_finished_parts(lines, reference, tmp_path, limit):
+@pytest.mark.parametrize("limit", [0, 40, 1500])
+def test_a_file_size_limit_leaves_nothing(lines, reference, tmp_path, limit):
     plan = planned(lines, tmp_path / "store")
 
     def work():
@@ -381,11 +302,9 @@ def test_a_file_size_limit_keeps_finished_parts(lines, reference, tmp_path, limi
             os._exit(3 if error.errno == errno.EFBIG and is_named else 4)
 
     assert run(check_error) == 3
-    assert run(check_error) == 3
-    assert not plan.output.exists()
-    remaining = counted(plan)
-    assert (0 < remaining < reference[1]) if limit > 40 else (remaining == reference[1])
-    assert files_of(plan.output) == reference[0]
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference"]
+    prepare(plan, 1)
+    assert files_of(plan.output) == reference
 
 
 def test_an_impossible_output_is_named(lines, tmp_path):
@@ -426,7 +345,7 @@ def test_second_process_is_refused_and_the_first_completes(lines, reference, tmp
     on.send(None)
     first.join()
     assert first.exitcode == 0
-    assert files_of(plan.output) == reference[0]
+    assert files_of(plan.output) == reference
     assert not (tmp_path / "store.lock").exists()
 
 
@@ -439,15 +358,13 @@ def test_a_lock_file_of_a_killed_process_does_not_block(lines, reference, tmp_pa
     assert run(lock_and_die) == -signal.SIGKILL
     assert (tmp_path / "store.lock").exists()
     prepare(plan, 1)
-    assert files_of(plan.output) == reference[0]
+    assert files_of(plan.output) == reference
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store"]
 
 
 def test_no_lock_file_is_left_by_a_failure(lines, tmp_path):
     with pytest.raises(Stop):
         prepare(planned(lines, tmp_path / "store"), 1, stopping(1))
-    with pytest.raises(ValueError, match=r"store\.partial .*--overwrite"):
-        prepare(planned(lines, tmp_path / "store", invalid="skip"), 1)
     assert [name for name in os.listdir(tmp_path) if re.search("lock", name)] == []
 
 
@@ -469,10 +386,10 @@ def test_input_that_changes_during_reading_is_refused(lines, tmp_path):
         if now.step == "encoding":
             os.utime(lines, ns=(0, 10**9))
 
-    with pytest.raises(ValueError, match=r"changed .*--overwrite"):
+    with pytest.raises(ValueError, match=r"changed "):
         prepare(planned(lines, tmp_path / "store"), 1, change)
-    assert not (tmp_path / "store").exists()
-    prepare(planned(lines, tmp_path / "store", overwrite=True), 1)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+    prepare(planned(lines, tmp_path / "store"), 1)
     assert is_store(tmp_path / "store")
 
 

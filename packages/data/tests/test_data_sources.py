@@ -16,8 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from armillary.data import Document, read_documents
-from armillary.data.prepare.readers import Invalid
-from armillary.data.prepare.sources import chunks, documents, fingerprint
+from armillary.data.prepare.sources import Invalid, chunks, documents, fingerprint
 
 TEXTS = ["one", "two two", "", "vier\nlines\n", "f\u00fcnf", "six " * 30]
 

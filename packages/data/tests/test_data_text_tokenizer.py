@@ -1,10 +1,9 @@
-"""Tokens of text equal the library's without special tokens, for full texts and for parts."""
+"""Tokens of text equal the library's without special tokens."""
 
 import json
 import pickle
 import re
 import sys
-from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,8 +16,6 @@ from transformers import PreTrainedTokenizerFast
 from armillary.core import SequenceLayout
 from armillary.data import ByteTokenizer, Document, PackedSequences, TokenStore
 from armillary.data import Tokenizer as Protocol
-from armillary.data.text import splitting
-from armillary.data.text.splitting import split_text
 from armillary.data.text.tokenizer import TextTokenizer, decode_utf8, train_bpe
 
 LLAMA_3 = (
@@ -220,7 +217,7 @@ def test_templates_truncation_padding_and_dropout_are_disabled():
 
 
 def test_a_begin_token_precedes_each_text_on_request():
-    plain, tokenizer = text_tokenizer("gpt_2"), text_tokenizer("gpt_2", begin_of_document="<|pad|>", part_size=8)
+    plain, tokenizer = text_tokenizer("gpt_2"), text_tokenizer("gpt_2", begin_of_document="<|pad|>")
     begin = TOKENIZERS["gpt_2"].token_to_id("<|pad|>")
     for text, tokens in zip(PROSE, tokenizer.encode_all(PROSE), strict=True):
         assert tokens.tolist() == tokenizer.encode(text).tolist() == [begin, *plain.encode(text).tolist()]
@@ -232,54 +229,6 @@ def test_invalid_utf8_is_read_as_the_replacement_character():
     assert decode_utf8(b"caf\xe9!") == ("caf\ufffd!", True)
     assert decode_utf8("café".encode()) == ("café", False)
     assert tokenizer.encode(b"caf\xe9!").equal(tokenizer.encode("caf\ufffd!"))
-
-
-# -- long texts -------------------------------------------------------------------------------------------------------
-
-
-@every_tokenizer
-@given(text=texts, part_size=st.integers(1, 30))
-@example(text="Ab\n" * 200, part_size=20)
-@settings(max_examples=25, deadline=None)
-def test_parts_give_the_tokens_of_the_whole(name, text, part_size):
-    full, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
-    assert cut.encode(text).tolist() == full.encode(text).tolist()
-
-
-@every_tokenizer
-@given(text=texts, part_size=st.integers(1, 30))
-@settings(max_examples=15, deadline=None)
-def test_splits_tested_locally_are_valid_for_the_full_text(name, text, part_size):
-    full, cut = text_tokenizer(name), text_tokenizer(name, part_size=part_size)
-    with patch.object(splitting, "_WINDOW", 10):
-        assert cut.encode(text).tolist() == full.encode(text).tolist()
-
-
-@every_tokenizer
-def test_long_texts_are_split_unless_every_text_gets_a_mark_in_front(name):
-    tokenizer, text = text_tokenizer(name), PROSE[0] * 500
-    cut = split_text(text, 5000, tokenizer.encode)
-    assert "".join(cut) == text
-    assert len(cut) == 1 if name == "llama_2" else max(map(len, cut)) < 5100
-    assert torch.cat([tokenizer.encode(part) for part in cut]).equal(tokenizer.encode(text))
-
-
-@pytest.mark.parametrize("text", ["a" * 500, "\n" * 500, " 1\n b" * 100, "a \nb" * 100, "1\n" * 200])
-def test_texts_without_a_place_to_split_stay_whole(text):
-    assert split_text(text, 10, lambda part: np.zeros(len(part))) == [text]
-
-
-def test_texts_with_windows_line_ends_are_split():
-    assert split_text("one\r\ntwo\r\n", 1, lambda part: np.zeros(len(part))) == ["one\r\n", "two\r\n"]
-
-
-def test_a_cut_that_changes_tokens_is_skipped():
-    inner = gpt_2()
-    inner.add_tokens(["end\nThe"])
-    tokenizer = TextTokenizer(definition_of(inner), part_size=2)
-    text = "end\nThe\none\nend\nThe"
-    assert split_text(text, 2, tokenizer.encode) == ["end\nThe\n", "one\n", "end\nThe"]
-    assert tokenizer.encode(text).equal(TextTokenizer(definition_of(inner)).encode(text))
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -304,7 +253,7 @@ def test_the_identity_depends_only_on_the_definition_and_both_names(tmp_path):
         TextTokenizer.read(tmp_path, begin_of_document="<|pad|>"),
     ]
     assert re.fullmatch("sha256:[0-9a-f]{64}", first.identity)
-    assert first.identity == text_tokenizer("gpt_2", part_size=3).identity
+    assert first.identity == text_tokenizer("gpt_2").identity
     assert len({first.identity, *(other.identity for other in different)}) == 4
 
 
@@ -351,8 +300,6 @@ def test_a_token_outside_the_vocabulary_is_refused(token):
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match=r"part_size .* 1 .*got 0"):
-        text_tokenizer("gpt_2", part_size=0)
     with pytest.raises(ValueError, match="surrogate"):
         text_tokenizer("gpt_2").encode("\ud800")
     with pytest.raises(ValueError, match=r"vocab_size .* 257.*got 256"):

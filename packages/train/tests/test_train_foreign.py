@@ -16,11 +16,8 @@ from armillary.core.files import parse_json, parse_toml, read_json
 from armillary.data import open_store, read_documents
 from armillary.data.formats.arrow import is_single_dataset
 from armillary.data.formats.folder import Header, map_file
-from armillary.data.prepare.resume import read_progress
 from armillary.data.prepare.sources import chunks
-from armillary.data.text.chat_template import ChatTemplate
-from armillary.data.text.tokenizer import TextTokenizer
-from armillary.data.text.tokenizer_json import parse_definition, read_name
+from armillary.data.text.tokenizer import TextTokenizer, parse_definition, read_name
 from armillary.models.hub.folder import ends_of_text
 from armillary.models.hub.read import open_file as open_weights
 from armillary.train.checkpoint.files import file_fault, read_checked
@@ -39,10 +36,8 @@ JSON_READERS: dict[str, Callable[[Path], Any]] = {
     "store.json": lambda path: Header.read(path.parent),
     "tokenizer.json": TextTokenizer.read,
     "tokenizer_config.json": lambda path: read_name(path, "eos_token"),
-    "chat/tokenizer_config.json": lambda path: ChatTemplate.read(path.parent),
     "dataset_dict.json": lambda path: is_single_dataset(path.parent),
     "dataset/dataset_info.json": lambda path: open_store(path.parent),
-    "progress.json": lambda path: read_progress(path.parent),
     "manifest.json": read_checked,
 }
 """Readers of files that contain a JSON object, by the file's name."""
@@ -52,7 +47,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "run.toml": read_settings,
     "text.txt": read_documents,
     "text.jsonl": lambda path: chunks([path]),
-    "chat_template.jinja": lambda path: ChatTemplate.read(path.parent),
     "tokens.bin": lambda path: map_file(path, "u1"),
     "model.safetensors": lambda path: open_weights(path, None),
     "rank-0.safetensors": lambda path: TensorReader(path.parent, [path.name]).read_metadata(),

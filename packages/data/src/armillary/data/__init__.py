@@ -10,6 +10,7 @@ from armillary.data.store import TokenStore, Vocabulary
 from armillary.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
 from armillary.data.text.corpus import Document, binary, python_corpus, read_documents
 from armillary.data.text.tokenizer import TextTokenizer
+from armillary.data.trees import PrefixTree, prefix_tree, tree_batch
 
 __all__ = [
     "IGNORE",
@@ -19,6 +20,7 @@ __all__ = [
     "Document",
     "LabelTriples",
     "PackedSequences",
+    "PrefixTree",
     "TextTokenizer",
     "TokenStore",
     "Tokenizer",
@@ -30,7 +32,9 @@ __all__ = [
     "is_store",
     "one_per_row",
     "open_store",
+    "prefix_tree",
     "python_corpus",
     "read_documents",
+    "tree_batch",
     "verify_folder",
 ]

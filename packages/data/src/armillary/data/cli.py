@@ -37,17 +37,15 @@ COLUMN = "input_ids"
 class Prepare(Preparation):
     """Makes a token store from text, JSONL, Parquet, saved Hugging Face datasets, or folders of such files.
 
-    Four ways to start:
+    Three ways to start:
       # a folder of text, as bytes
       armillary-data prepare my/texts --output store
       # a tokenizer trained on the input
       armillary-data prepare my/texts --output store --tokenizer bpe --vocab-size 32Ki
       # JSONL, with the tokenizer of a Hugging Face folder
       armillary-data prepare a.jsonl b.jsonl --output store --tokenizer path/to/folder
-      # lines such as {"prompt": ..., "completions": [...]}, each prompt stored once
-      armillary-data prepare a.jsonl --output store --tokenizer path/to/folder --format trees
 
-    After an interruption, the same command resumes.
+    A run that is interrupted leaves no store; the same command starts again.
 
     Args:
         workers: number of processes; by default one for each CPU.
@@ -201,9 +199,9 @@ class Inspect:
 class DataCommand:
     """usage: armillary-data COMMAND [options]
 
-      # tokenize text; after an interruption, the same command resumes
+      # tokenize text
       armillary-data prepare my/texts --output store --tokenizer bpe
-      # number of documents, their lengths, and tokens saved by trees
+      # number of documents, and their lengths
       armillary-data info store
       # cost of each packing in rows of 65,536 tokens
       armillary-data pack store --length 64Ki

@@ -14,9 +14,10 @@ from armillary.data.console.exit import DamagedInput
 from armillary.data.shuffle import Index, random_bits, stable_hash
 from armillary.data.text.byte_tokenizer import Tokenizer
 from armillary.data.text.corpus import Document
-from armillary.data.trees import SegmentTable, SegmentTree
 
 Integers = npt.NDArray[np.integer[Any]]
+IGNORE = -100
+"""Label of tokens without one; `torch.nn.functional.cross_entropy` ignores it by default."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,9 @@ class TokenStore:
             `armillary-data prepare` and of `TokenStore.of` the last token is the end of document.
         vocabulary: vocabulary of the tokens.
         content: identity of the tokens: stores with equal `content` count as equal.
-        hashes: uint64 [D], hash of each document's text (of a tree, of its root's), by which `split` chooses training
-            or validation; by default the hash of the document's index.
-        trees: if documents are trees, such as prompts with several completions, their segments; else None.
+        hashes: uint64 [D], hash of each document's text, by which `split` chooses training or validation; by default
+            the hash of the document's index.
+        labels: for each token of `arrays` the label of the token before it, or `IGNORE`; by default the tokens.
     """
 
     name: str
@@ -65,13 +66,14 @@ class TokenStore:
     vocabulary: Vocabulary
     content: str
     hashes: npt.NDArray[np.uint64] | None = None
-    trees: SegmentTable | None = None
+    labels: Sequence[Integers] | None = None
     bytes_read: int = field(default=0, init=False)
     """Bytes of tokens that `read` has copied."""
 
     def __post_init__(self) -> None:
         self._array_starts = np.cumsum([0, *map(len, self.arrays)])
         self._plain_arrays = [np.asarray(array) for array in self.arrays]  # indexing a np.memmap takes much longer
+        self._label_arrays = None if self.labels is None else [np.asarray(array) for array in self.labels]
         decreasing = np.flatnonzero(self.stops < self.starts)
         if len(decreasing):
             i = int(decreasing[0])
@@ -128,6 +130,23 @@ class TokenStore:
             DamagedInput: a token is not in the vocabulary, because the files were changed or have another tokenizer.
                 The message names the token and the document.
         """
+        tokens = self._read(self._plain_arrays, document, start, stop, step)
+        self._check_tokens(tokens, np.ones(len(tokens), np.bool_), document, start, step)
+        return tokens
+
+    def read_labels(self, document: int, start: int, stop: int, step: int = 1) -> Integers:
+        """Returns the labels that tokens `start`, `start + step`, ... are for the tokens before them, or `IGNORE`.
+
+        Raises:
+            IndexError, DamagedInput: as `read`.
+        """
+        if self._label_arrays is None:
+            return self.read(document, start, stop, step)
+        labels = self._read(self._label_arrays, document, start, stop, step)
+        self._check_tokens(labels, labels != IGNORE, document, start, step)
+        return labels
+
+    def _read(self, arrays: Sequence[Integers], document: int, start: int, stop: int, step: int) -> Integers:
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
             raise IndexError(
@@ -137,29 +156,27 @@ class TokenStore:
         # all arrays, where no array starts.
         i = min(int(np.searchsorted(self._array_starts, first, "right")), len(self.arrays)) - 1
         offset = first - int(self._array_starts[i])
-        tokens = np.array(self._plain_arrays[i][offset + start : offset + stop : step])
-        self.bytes_read += tokens.nbytes
-        self._check_tokens(tokens, document, start, step)
-        return tokens
+        values = np.array(arrays[i][offset + start : offset + stop : step])
+        self.bytes_read += values.nbytes
+        return values
 
-    def _check_tokens(self, tokens: Integers, document: int, start: int, step: int) -> None:
+    def _check_tokens(
+        self, tokens: Integers, present: npt.NDArray[np.bool_], document: int, start: int, step: int
+    ) -> None:
+        """Raises DamagedInput if a value that is `present` is not a token of the vocabulary."""
         size = self.vocabulary.size
         if size is None or not len(tokens) or (tokens.max() < size and tokens.min() >= 0):
             return
-        i = int(np.argmax((tokens >= size) | (tokens < 0)))
+        outside = ((tokens >= size) | (tokens < 0)) & present
+        if not outside.any():
+            return
+        i = int(np.argmax(outside))
         position = start + i * step
         raise DamagedInput(
             f"{self.name}: token {position} of document {document} (token {int(self.starts[document]) + position} of "
             f"the store) is {tokens[i]}, outside of the vocabulary of {size}; the files were changed (see "
             "`armillary-data info --verify`) or have another tokenizer"
         )
-
-    def tree(self, document: int) -> SegmentTree:
-        """Returns the tree of a document; a single segment if the store has no trees."""
-        start, stop = int(self.starts[document]), int(self.stops[document])
-        if self.trees is not None:
-            return self.trees.tree(start, stop)
-        return SegmentTree(np.zeros(1, np.int64), np.array([stop - start]), (-1,), np.ones(1, np.bool_), np.ones(1))
 
     def with_vocabulary(self, size: int) -> TokenStore:
         """Returns the store with a vocabulary of `size` tokens, or unchanged if its files record a size."""
@@ -183,7 +200,7 @@ class TokenStore:
         has a single document, it is cut in two: its last `validation_fraction` of tokens is the validation document.
 
         Raises:
-            ValueError: a fraction that is not between 0 and 1; less than 2 tokens, or a single tree, to split.
+            ValueError: a fraction that is not between 0 and 1; less than 2 tokens to split.
         """
         if not 0 < validation_fraction < 1:
             raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1, both excluded")
@@ -205,8 +222,6 @@ class TokenStore:
     def _split_tokens(self, fraction: float) -> tuple[TokenStore, TokenStore]:
         """Cuts the only document of the store in two. `fraction` of its tokens are for validation, at least one."""
         size = self.tokens
-        if self.trees is not None:
-            raise ValueError(f"{self.name} has one tree, which cannot be split; give at least 2")
         if size < 2:
             raise ValueError(f"{self.name} has {size} tokens to split; give at least 2")
         split = self.stops - min(max(round(size * fraction), 1), size - 1)

@@ -1,178 +1,155 @@
-"""Trees of segments: prompts with several completions, or texts that branch, stored depth first.
+"""Prefix trees of token sequences, such as rollouts of a prompt: beginnings that sequences share are stored once.
 
-A prompt is stored once, followed by its completions; stored as separate sequences, each completion would repeat the
-prompt. A *sequence* of a tree is the path from its root to a leaf.
+`prefix_tree` builds a tree, `tree_batch` makes a rank's shard of rows of trees. Loss and gradients are those of the
+separate sequences: a token attends to the tokens of its path from the root, and its position counts along the path.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from math import isfinite
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from armillary.core.segments import misplaced_segment, path_depths
-from armillary.data.console.exit import DamagedInput
+from armillary.core import LabelTriples, Segments, SequenceLayout
+from armillary.core.segments import NONE, path_depths
+from armillary.data.loader.batch import Batch
 from armillary.data.shuffle import Index
 
-SEGMENT = np.dtype([("end", "<i8"), ("parent", "<i4"), ("trained", "<i4"), ("weight", "<f8")])
-"""A segment in a file:
-
-- end: its last token + 1, counted over all tokens of the store;
-- parent: the number of its parent segment within the tree, or -1;
-- trained: 1 if its tokens are labels, else 0;
-- weight: the weight of the sequence that ends with it; 0 if it has children."""
-SegmentArray = npt.NDArray[np.void]
+Ints = Sequence[int] | Tensor | npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class SegmentTree:
-    """Segments in depth-first order: the parent of a segment is the segment before it, an ancestor of that, or none.
+class PrefixTree:
+    """Segments of tokens in depth-first order. A sequence is the path from a root to one of them.
+
+    `AttentionMask.tree(tree.ends, tree.parents)` is the mask of the tree.
 
     Args:
-        starts, lengths: int64 [S], first token of each segment in its document, and its number of tokens.
-        parents: the parent of each segment, or -1.
-        trained: bool [S], true if the tokens of the segment are labels.
-        weights: float64 [S], weight of the sequence that ends with the segment; 0 if it has children.
+        tokens: int64 [N].
+        ends: boundaries of the S segments: 0, end of the first, ..., N.
+        parents: index of each segment's parent, or -1.
+        weights: float64 [S], weight of a segment's tokens as labels: the sum of the weights of all sequences that have
+            the segment and train on it; 0 if its tokens are no labels.
+        last_segments: for each sequence, in the order of the arguments, the segment that it ends with.
     """
 
-    starts: Index
-    lengths: Index
+    tokens: Index
+    ends: tuple[int, ...]
     parents: tuple[int, ...]
-    trained: npt.NDArray[np.bool_]
     weights: npt.NDArray[np.float64]
-
-    def __len__(self) -> int:
-        """Number of segments, S."""
-        return len(self.parents)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in all segments."""
-        return int(self.lengths.sum())
-
-    @cached_property
-    def depths(self) -> list[int]:
-        """Number of tokens before each segment on its path."""
-        return path_depths(self.parents, self.lengths.tolist())
-
-    @property
-    def label_weights(self) -> npt.NDArray[np.float64]:
-        """Weight of each label in a segment, float64 [S].
-
-        The sum of the weights of the sequences that share the segment, or 0 if its tokens are not labels.
-        """
-        total = self.weights.copy()
-        for s in range(len(self) - 1, 0, -1):  # children come after their parents
-            if self.parents[s] >= 0:
-                total[self.parents[s]] += total[s]
-        return np.where(self.trained, total, 0.0)
-
-    def path(self, segment: int) -> list[int]:
-        """Returns the segments from the root to `segment`."""
-        path: list[int] = []
-        while segment >= 0:
-            path.append(segment)
-            segment = self.parents[segment]
-        return path[::-1]
-
-    def split(self, length: int) -> list[SegmentTree]:
-        """Splits the tree into trees of at most `length` tokens, each with as many consecutive sequences as fit.
-
-        Shared segments are repeated in each new tree, so that losses do not change. A sequence longer than `length` is
-        truncated, and dropped if nothing of its last segment remains.
-        """
-        if self.tokens <= length:
-            return [self]
-        groups: list[set[int]] = []  # the segments of each new tree
-        tokens = 0  # tokens of the last group's segments
-        for leaf in sorted({*range(len(self))} - {*self.parents}):
-            if self.depths[leaf] >= length:  # nothing of the leaf would remain
-                continue
-            # Greedy, in depth-first order: consecutive sequences share most segments, and a sequence adds only those
-            # that the current tree does not have yet.
-            path = self.path(leaf)
-            new_segments = set(path) - (groups[-1] if groups else set[int]())
-            added_tokens = int(self.lengths[[*new_segments]].sum())
-            if groups and tokens + added_tokens <= length:
-                groups[-1] |= new_segments
-                tokens += added_tokens
-            else:  # a new tree, which repeats the whole path of its first sequence
-                groups.append({*path})
-                tokens = self.depths[leaf] + int(self.lengths[leaf])
-        return [self._select(sorted(group), length) for group in groups]
-
-    def _select(self, segments: list[int], length: int) -> SegmentTree:
-        """Returns the tree of `segments`, which include their ancestors, with each path cut after `length` tokens."""
-        number = {segment: i for i, segment in enumerate(segments)} | {-1: -1}  # numbers in the new tree; -1: no parent
-        # Only a sequence that is alone in its tree may be longer than `length`, so only its leaf is cut.
-        room = length - np.array([self.depths[s] for s in segments])
-        return SegmentTree(
-            self.starts[segments],
-            np.minimum(self.lengths[segments], room),
-            tuple(number[self.parents[s]] for s in segments),
-            self.trained[segments],
-            self.weights[segments],
-        )
+    last_segments: tuple[int, ...]
 
 
-@dataclass(eq=False)
-class SegmentTable:
-    """Segments of all trees of a store, in the order of their tokens.
+def prefix_tree(
+    sequences: Sequence[Ints], *, trained: Sequence[Any] | None = None, weights: Sequence[float] | None = None
+) -> PrefixTree:
+    """Builds the prefix tree of token sequences. Equal sequences become one, with the sum of their weights.
 
     Args:
-        name: path of the file, for error messages.
-        table: `SEGMENT` [S], a row for each segment.
+        sequences: token ids [n] each, such as a prompt and a completion.
+        trained: for each sequence one boolean per token, True if the token is a label; by default all are. The first
+            token of a sequence has no token before it that could predict it, and is never a label.
+        weights: weight of each sequence; 1 by default.
 
     Raises:
-        ValueError: a segment without tokens: ends must increase.
+        ValueError: no sequences, or an empty one; `trained` or `weights` of other lengths; a weight that is not a
+            finite number of at least 0.
     """
+    ids = [np.asarray(sequence, np.int64) for sequence in sequences]
+    masks = [np.ones(len(s), np.bool_) for s in ids] if trained is None else [np.asarray(t, np.bool_) for t in trained]
+    scales = [1.0] * len(ids) if weights is None else [float(weight) for weight in weights]
+    if not ids or any(s.ndim != 1 or not len(s) for s in ids):
+        raise ValueError(f"sequences of shapes {[s.shape for s in ids]}: give one or more, of one or more tokens each")
+    if [t.shape for t in masks] != [s.shape for s in ids] or len(scales) != len(ids):
+        sizes = f"trained of shapes {[t.shape for t in masks]}, {len(scales)} weights"
+        raise ValueError(f"{sizes}: sequences have shapes {[s.shape for s in ids]}")
+    if not all(isfinite(scale) and scale >= 0 for scale in scales):
+        raise ValueError(f"weights {scales}: each must be finite and at least 0")
 
-    name: str
-    table: SegmentArray
+    pieces, parents, label_weights, last_segments = list[Index](), list[int](), list[float](), [NONE] * len(ids)
 
-    def __post_init__(self) -> None:
-        self._ends: Index = np.ascontiguousarray(self.table["end"], np.int64)
-        empty = np.flatnonzero(np.diff(self._ends, prepend=0) <= 0)
-        if len(empty):
-            raise ValueError(f"{self.name}: segment {empty[0]} has no tokens; prepare the store again")
+    def branches(members: Sequence[int], start: int, parent: int) -> list[tuple[list[int], int, int]]:
+        """Groups the sequences that have a token `start` by that token, in the order of the arguments."""
+        groups: dict[int, list[int]] = {}
+        for i in members:
+            if start < len(ids[i]):
+                groups.setdefault(int(ids[i][start]), []).append(i)
+        return [(group, start, parent) for group in groups.values()]
 
-    def tree(self, start: int, stop: int) -> SegmentTree:
-        """Returns the tree of the document with tokens `start` to `stop - 1` of the store.
+    # Each entry becomes a segment: sequences that share their first `start` tokens and the next one. The last entry is
+    # taken first, so that segments come depth first, and branches are pushed in reverse.
+    stack = branches(range(len(ids)), 0, NONE)[::-1]
+    while stack:
+        members, start, parent = stack.pop()
+        # 1. The segment ends where the members' tokens differ or the shortest one ends, or where labels begin or end.
+        first, stop = ids[members[0]], min(len(ids[i]) for i in members)
+        for i in members[1:]:
+            differing = np.flatnonzero(ids[i][start:stop] != first[start:stop])
+            stop = start + int(differing[0]) if len(differing) else stop
+        token_weights = np.sum([scales[i] * masks[i][start:stop] for i in members], axis=0)
+        changes = np.flatnonzero(np.diff(token_weights))
+        stop = start + int(changes[0]) + 1 if len(changes) else stop
+        # 2. Sequences that end here end with this segment; the others continue in its children.
+        segment = len(parents)
+        pieces.append(first[start:stop])
+        parents.append(parent)
+        label_weights.append(float(token_weights[0]))
+        for i in members:
+            if len(ids[i]) == stop:
+                last_segments[i] = segment
+        stack += branches(members, stop, segment)[::-1]
+    ends = tuple(np.cumsum([0, *map(len, pieces)]).tolist())
+    return PrefixTree(np.concatenate(pieces), ends, tuple(parents), np.array(label_weights), tuple(last_segments))
 
-        Raises:
-            DamagedInput: segments that do not end with the document, or are not in depth-first order.
-        """
-        first, last = (int(x) for x in np.searchsorted(self._ends, [start, stop], "right"))
-        if first == last or self._ends[last - 1] != stop:
-            tokens = f"tokens {start} to {stop - 1}"
-            raise DamagedInput(f"{self.name}: no segment ends with the document of {tokens}; prepare the store again")
-        rows, ends = self.table[first:last], self._ends[first:last] - start
-        starts = np.concatenate([[0], ends[:-1]])
-        parents = tuple(rows["parent"].tolist())
-        if (segment := misplaced_segment(parents)) is not None:
-            raise DamagedInput(
-                f"{self.name}, tokens {start} to {stop}: segment {segment} follows segment {parents[segment]}, which "
-                "is neither the one before it nor one of its ancestors; trees are stored depth first"
-            )
-        return SegmentTree(starts, ends - starts, parents, rows["trained"] != 0, rows["weight"].astype(np.float64))
 
-    def count_sequences(self, starts: Index, stops: Index) -> dict[str, int]:
-        """Counts segments and sequences of the documents with tokens `starts` to `stops - 1` (int64 [D] each).
+def tree_batch(trees: Sequence[PrefixTree], layout: SequenceLayout, shard: int = 0, *, padding: int = 0) -> Batch:
+    """Returns one rank's shard of a batch of trees, one per row. No communication.
 
-        "unshared_tokens" are the tokens that the sequences would have if each were stored separately.
-        """
-        # `segments` are the documents' rows of the table, one document after the other, and `offsets` the number of
-        # segments of earlier documents. With them, parents count over `segments` instead of one tree.
-        first, last = (np.searchsorted(self._ends, edges, "right") for edges in (starts, stops))
-        counts = last - first
-        offsets = np.repeat(np.cumsum(counts) - counts, counts)
-        segments = np.repeat(first, counts) + np.arange(counts.sum()) - offsets
-        parents = self.table["parent"][segments]
-        parents, lengths = np.where(parents < 0, -1, parents + offsets), np.diff(self._ends, prepend=0)[segments]
-        path_lengths = np.array(path_depths(parents.tolist(), lengths.tolist()), np.int64) + lengths
-        # A segment is a leaf unless the next one is its child: in depth-first order the first child directly follows.
-        leaves = np.append(parents[1:], -1) != np.arange(len(parents))
-        tokens = int(path_lengths[leaves].sum())
-        return {"segments": len(parents), "sequences": int(leaves.sum()), "unshared_tokens": tokens}
+    Labels are `LabelTriples`: the last token of a segment predicts the first token of each of its children.
+
+    Args:
+        layout: layout of the rows' `layout.length` tokens.
+        shard: this rank's shard of the layout.
+        padding: token at the end of rows whose tree is shorter; it is a segment of its own, without labels.
+
+    Raises:
+        ValueError: no trees, or one that is longer than a row.
+    """
+    length, positions = layout.length, layout.positions(shard).numpy()
+    if not trees or max(len(tree.tokens) for tree in trees) > length:
+        sizes = [len(tree.tokens) for tree in trees]
+        raise ValueError(f"trees of {sizes} tokens: give one or more, of at most {length}, with fewer sequences each")
+    local = np.full(length, NONE)  # index of each position among this rank's tokens; NONE on other ranks
+    local[positions] = np.arange(len(positions))
+    rows, tokens, depths, triples = list[Segments](), list[Index](), list[Index](), list[npt.NDArray[Any]]()
+    for i, tree in enumerate(trees):
+        # 1. The row: the tree, and a segment of padding.
+        size, is_short = len(tree.tokens), len(tree.tokens) < length
+        row = Segments(tree.ends + (length,) * is_short, tree.parents + (NONE,) * is_short)
+        sizes, row_tokens = np.diff(row.ends), np.concatenate([tree.tokens, np.full(length - size, padding)])
+        # 2. A token's position is its number of tokens before it on its path.
+        starts: Index = np.array(row.ends[:-1]) - np.array(path_depths(row.parents, sizes.tolist()))
+        rows.append(row)
+        tokens.append(row_tokens[positions])
+        depths.append((np.arange(length) - np.repeat(starts, sizes))[positions])
+        # 3. A label belongs to the rank of the token before it on its path, which predicts it.
+        weights = np.repeat(np.append(tree.weights, 0.0)[: len(sizes)], sizes)
+        predictors = row.ancestors(np.arange(length), 1)
+        labels = np.flatnonzero((weights > 0) & (predictors != NONE) & (local[predictors] != NONE))
+        indices = i * len(positions) + local[predictors[labels]]
+        triples.append(np.stack([indices, row_tokens[labels], weights[labels]]))
+    indices, labels, weights = (torch.from_numpy(column) for column in np.concatenate(triples, axis=1))
+    return Batch(
+        torch.from_numpy(np.stack(tokens)),
+        LabelTriples(indices.long(), labels.long(), weights, (len(trees), len(positions))),
+        torch.from_numpy(np.stack(depths)),
+        tuple(row.ends for row in rows),
+        layout,
+        parents=tuple(row.parents for row in rows),
+    )

@@ -8,7 +8,7 @@ from armillary.attention import Method
 from armillary.core import SequenceLayout
 from armillary.data import PackedSequences, TokenStore, check_length, python_corpus
 from armillary.data.detection import open_tokens, read_tokenizer
-from armillary.data.loader.batch import Batch, Documents, Parents
+from armillary.data.loader.batch import Batch, Documents
 from armillary.data.packing import PACKINGS
 from armillary.models import pretrained_config
 from armillary.train.config import Config, DataConfig, ModelConfig
@@ -62,22 +62,18 @@ def load_rows(
         replica: this rank's data-parallel index.
 
     Raises:
-        ValueError: the stores' documents cannot be split or mixed, have fewer tokens in total than a row, or are trees
-            although the packing is "greedy".
+        ValueError: the stores' documents cannot be split or mixed, or have fewer tokens in total than a row.
     """
     length, kind = config.data.sequence_length, config.data.layout
     check_length(stores, length)
-    trees = [store for store in stores if store.trees is not None]
-    if trees and config.data.packing == "greedy":
-        raise ValueError(f"--data.packing greedy cuts documents, but {trees[0].name} holds trees; set best_fit")
 
     # A balanced layout gives ranks nearly equal numbers of visible pairs, which depend on the batch's documents.
-    def balanced_layout(documents: Documents, parents: Parents | None = None) -> SequenceLayout:
-        return attention.layout(length, "balanced", batch_mask(documents, parents, config.data.documents))
+    def balanced_layout(documents: Documents) -> SequenceLayout:
+        return attention.layout(length, "balanced", batch_mask(documents, None, config.data.documents))
 
     # The loader's thread plans attention (tiles and sends) for the next batch, while the current one trains.
     def plan(batch: Batch) -> None:
-        mask = batch_mask(batch.documents, batch.parents, config.data.documents)
+        mask = batch_mask(batch.documents, None, config.data.documents)
         attention.plan_ahead(mask, batch.layout, len(batch.documents))
 
     def rows(stores_subset: list[TokenStore]) -> PackedSequences:
@@ -92,9 +88,9 @@ def load_rows(
             replica=replica,
             replicas=config.replicas,
             reset_positions=config.data.reset_positions,
-            layout_for=balanced_layout if kind == "balanced" and (config.data.documents or trees) else None,
+            layout_for=balanced_layout if kind == "balanced" and config.data.documents else None,
             # Without documents every batch has the same mask and layout: the first call's plan serves all.
-            plan=plan if config.data.documents or trees else None,
+            plan=plan if config.data.documents else None,
         )
 
     training, validation = zip(*(store.split(config.data.validation_fraction) for store in stores), strict=True)

@@ -14,10 +14,8 @@ from armillary.core.files import read_json
 from armillary.data import is_store
 from armillary.data.detection import has_tokenizer, read_tokenizer, tokenizer_of
 from armillary.data.text.byte_tokenizer import ByteTokenizer
-from armillary.data.text.chat_template import ChatTemplate
 from armillary.data.text.streamer import TwoWayTokenizer
-from armillary.data.text.tokenizer import TextTokenizer
-from armillary.data.text.tokenizer_json import BEGIN
+from armillary.data.text.tokenizer import BEGIN, TextTokenizer
 from armillary.models.hub.folder import CONFIG
 from armillary.train.config import Config
 
@@ -124,18 +122,16 @@ def write_source(target: Path, tokens: TokenSource, pretrained: Path | None) -> 
     # The ids of special tokens are those of the run's tokens, and not those of the pretrained model.
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document, "pad_token_id": None}
     if isinstance(tokenizer, TextTokenizer) and folder is not None:
-        write_tokenizer(target, tokenizer, ChatTemplate.read(folder))
+        write_tokenizer(target, tokenizer)
         ids["bos_token_id"] = next(iter(tokenizer.begin_ids), None)
     (target / CONFIG).write_text(json.dumps(fields | ids))
     origin = "no tokenizer, since tokens are bytes" if folder is None else f"tokenizer of {folder}"
     return f"{origin}; token {tokenizer.end_of_document} ends a text"
 
 
-def write_tokenizer(folder: Path, tokenizer: TextTokenizer, template: ChatTemplate | None) -> None:
-    """Writes a tokenizer's files as `transformers` reads them, with the chat template of a store of trees."""
+def write_tokenizer(folder: Path, tokenizer: TextTokenizer) -> None:
+    """Writes a tokenizer's files as `transformers` reads them."""
     names = {"eos_token": tokenizer.end_name, "bos_token": tokenizer.begin_name, BEGIN: tokenizer.begin_name}
-    if template is not None:
-        names |= {**template.names, "chat_template": template.source}
     names = {key: name for key, name in names.items() if name is not None}
     # By default `transformers` chooses the class by the model, and may then replace parts of the definition.
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}

@@ -21,7 +21,8 @@ def open_store(
 
     Args:
         path: a folder made by `armillary-data prepare` or saved by Hugging Face `datasets`, or Megatron's `path.bin`
-            and `path.idx` (the path of either, or without suffix).
+            and `path.idx` (the path of either, or without suffix). If the rows of a `datasets` folder have lists named
+            "labels", these are the labels of their tokens, with -100 for tokens without one.
         tokenizer: refuse a store whose files name another tokenizer.
         column: column of a `datasets` folder with lists of tokens.
 
@@ -39,9 +40,7 @@ def open_store(
         elif is_arrow(path):
             store = open_arrow(path, column)
         elif (partial := partial_folder(path)).is_dir():
-            raise ValueError(
-                f"{path} is not finished; run the same `armillary-data prepare` again, it resumes from {partial}"
-            )
+            raise ValueError(f"{path} is not finished ({partial}); run the same `armillary-data prepare` again")
         else:
             accepted_formats = (
                 "a folder made by `armillary-data prepare`, a Megatron .bin/.idx pair, or a saved `datasets` folder"

@@ -1,4 +1,4 @@
-"""Folders saved by Hugging Face `datasets`, with a list of tokens in each row."""
+"""Folders saved by Hugging Face `datasets`, with a list of tokens in each row, and if wanted one of labels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import numpy as np
 
 from armillary.core.files import file_size, is_file_name, read_json
 from armillary.data.optional import optional
+from armillary.data.shuffle import Index
 from armillary.data.store import Integers, TokenStore, Vocabulary
+
+LABELS = "labels"
+"""Column of labels, as transformers' models take them: not shifted, -100 for tokens without a label."""
 
 
 def is_arrow(path: Path) -> bool:
@@ -38,10 +42,24 @@ def open_arrow(path: Path, column: str = "input_ids") -> TokenStore:
 
     Raises:
         ImportError: `datasets` is not installed.
-        ValueError: `load_dataset` refuses the folder; no such column, or one that is not lists of integers; no rows.
+        ValueError: `load_dataset` refuses the folder; no such column, or one that is not lists of integers; no rows;
+            lists of labels that are not as long as those of tokens.
     """
     dataset = load_dataset(path)
-    chunks = _list_arrays(path, dataset.data.table, column)
+    table = dataset.data.table
+    arrays, starts, stops = _read_lists(path, table, column)
+    content, labels = f"datasets-{dataset._fingerprint}-{column}-{len(starts)}", None
+    if LABELS in table.column_names and _is_list(table.column(LABELS).type):  # one label per row is another thing
+        labels, label_starts, label_stops = _read_lists(path, table, LABELS)
+        if not (np.array_equal(starts, label_starts) and np.array_equal(stops, label_stops)):
+            raise ValueError(f"{path}: the lists of {LABELS!r} must be as long as those of {column!r}, row by row")
+        content += f"-{LABELS}"
+    return TokenStore(str(path), arrays, starts, stops, Vocabulary(), content, labels=labels)
+
+
+def _read_lists(path: Path, table: Any, column: str) -> tuple[list[Integers], Index, Index]:
+    """Returns (arrays of the values of a column, start of each row's list in their concatenation, its end)."""
+    chunks = _list_arrays(path, table, column)
     # An Arrow array of lists is one array of values, and the offset at which each list begins, then the last one's end.
     arrays: list[Integers] = [chunk.values.to_numpy(zero_copy_only=True) for chunk in chunks]
     array_starts = np.cumsum([0, *map(len, arrays)])[:-1]
@@ -49,9 +67,12 @@ def open_arrow(path: Path, column: str = "input_ids") -> TokenStore:
         start + np.asarray(chunk.offsets, np.int64) for start, chunk in zip(array_starts, chunks, strict=True)
     ]
     starts = np.concatenate([documents[:-1] for documents in boundaries])
-    stops = np.concatenate([documents[1:] for documents in boundaries])
-    content = f"datasets-{dataset._fingerprint}-{column}-{len(starts)}"
-    return TokenStore(str(path), arrays, starts, stops, Vocabulary(), content)
+    return arrays, starts, np.concatenate([documents[1:] for documents in boundaries])
+
+
+def _is_list(kind: Any) -> bool:
+    types = optional("pyarrow", "datasets").types
+    return types.is_list(kind) or types.is_large_list(kind)
 
 
 def _list_arrays(path: Path, table: Any, column: str) -> list[Any]:
@@ -60,8 +81,7 @@ def _list_arrays(path: Path, table: Any, column: str) -> list[Any]:
     if column not in table.column_names:
         raise ValueError(f"{path} has no column {column!r}; its columns are {', '.join(table.column_names)}")
     lists = table.column(column)
-    is_list = types.is_list(lists.type) or types.is_large_list(lists.type)
-    if not is_list or not types.is_integer(lists.type.value_type):
+    if not _is_list(lists.type) or not types.is_integer(lists.type.value_type):
         raise ValueError(f"{path}: column {column!r} is {lists.type}; give one with lists of integers, the tokens")
     if lists.null_count or any(chunk.values.null_count for chunk in lists.chunks):
         raise ValueError(f"{path}: column {column!r} has missing values; drop those rows first")

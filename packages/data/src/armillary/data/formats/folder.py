@@ -2,8 +2,7 @@
 
 - `tokens.bin`: tokens of all documents, little-endian, each document with its end-of-document token.
 - `documents.bin`: int64 [D + 1], boundaries of the documents: 0, end of the first, ..., number of tokens.
-- `hashes.bin`: uint64 [D], a hash of each document's text; of a tree, of its root's text.
-- `segments.bin`: only for trees, their segments (`armillary.data.trees.SEGMENT`), 24 bytes each.
+- `hashes.bin`: uint64 [D], a hash of each document's text.
 - `store.json`: dtype, counts, vocabulary, a summary, and a CRC-32 of every 64 MiB of each `.bin` file (`Header`).
 - `tokenizer.json`, `tokenizer_config.json`: the tokenizer, unless it is "bytes".
 
@@ -27,16 +26,16 @@ import numpy.typing as npt
 from armillary.core.files import file_size, open_file, read_json
 from armillary.core.validation import count
 from armillary.data.store import TokenStore, Vocabulary
-from armillary.data.trees import SEGMENT, SegmentTable
 
 FORMAT = "armillary token store"
-VERSIONS = {False: 1, True: 2}
-"""Versions of stores without and with trees, so that readers of version 1 refuse trees."""
+VERSION = 1
+REMOVED = {
+    2: "stores of trees are no longer read: build trees of token sequences with `armillary.data.prefix_tree`, or save "
+    "tokens and labels with `datasets`"
+}
+"""Versions of earlier releases, and what replaces them."""
 HEADER, TOKENS, DOCUMENTS, HASHES = "store.json", "tokens.bin", "documents.bin", "hashes.bin"
-SEGMENTS = "segments.bin"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-PREPARATION_KEY = "plan"
-"""Entry of `Header.summary` and of the progress file: the key of the preparation, a hash of its input and settings."""
 BLOCK = 2**26
 """Bytes per checksum."""
 
@@ -50,8 +49,7 @@ class Header:
         tokens, documents: number of tokens and number of documents.
         vocabulary: vocabulary of the tokens.
         checksums: for each `.bin` file, a CRC-32 of every block of `BLOCK` bytes.
-        summary: key and begin-of-document token of the preparation, and its `Counts` of documents.
-        segments: number of segments of trees; 0 for stores without trees.
+        summary: begin-of-document token of the preparation, and its `Counts` of documents.
     """
 
     dtype: str
@@ -60,7 +58,6 @@ class Header:
     vocabulary: Vocabulary
     checksums: dict[str, list[int]]
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
-    segments: int = 0
 
     @property
     def token_type(self) -> np.dtype[Any]:
@@ -73,7 +70,6 @@ class Header:
             TOKENS: self.tokens * self.token_type.itemsize,
             DOCUMENTS: 8 * (self.documents + 1),
             HASHES: 8 * self.documents,
-            **({SEGMENTS: SEGMENT.itemsize * self.segments} if self.segments else {}),
         }
 
     @property
@@ -85,10 +81,7 @@ class Header:
 
     def write(self, folder: Path) -> None:
         """Writes the header atomically, which makes the folder a store."""
-        values = asdict(self)
-        if not self.segments:  # version 1 does not have the field
-            del values["segments"]
-        text = json.dumps({"format": FORMAT, "version": VERSIONS[self.segments > 0]} | values, indent=1) + "\n"
+        text = json.dumps({"format": FORMAT, "version": VERSION} | asdict(self), indent=1) + "\n"
         write_file(folder / HEADER, text.encode())
 
     @classmethod
@@ -102,18 +95,21 @@ class Header:
         try:
             values: Any = read_json(path)
             version = (values.pop("format"), values.pop("version"))
-            if version == (FORMAT, VERSIONS["segments" in values]):
+            if version == (FORMAT, VERSION):
                 header = cls(**values | {"vocabulary": Vocabulary(**values["vocabulary"])})
                 header._check()
                 return header
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             raise ValueError(f"{path} is not the header of a token store ({error})") from error
-        raise ValueError(f"{path} is {version[0]!r} version {version[1]}; this reads {FORMAT!r} version 1 or 2")
+        reason = REMOVED.get(version[1]) if version[0] == FORMAT else None
+        raise ValueError(
+            f"{path} is {version[0]!r} version {version[1]}; {reason or f'this reads {FORMAT!r} version {VERSION}'}"
+        )
 
     def _check(self) -> None:
         """Raises ValueError for a wrong type, range or number of checksums, which JSON does not exclude."""
         vocabulary = self.vocabulary
-        counts: dict[str, Any] = {"tokens": self.tokens, "documents": self.documents, "segments": self.segments}
+        counts: dict[str, Any] = {"tokens": self.tokens, "documents": self.documents}
         optional = {"vocabulary.size": vocabulary.size, "vocabulary.end_of_document": vocabulary.end_of_document}
         for name in ("empty", "binary", "replaced", "skipped"):
             optional[f"summary.{name}"] = self.summary.get(name)
@@ -162,7 +158,7 @@ def open_folder(path: Path) -> TokenStore:
 
     Raises:
         ValueError: another format; a file that is missing, cut off or too long; boundaries of documents that decrease
-            or do not run from 0 to the number of tokens; segments without tokens.
+            or do not run from 0 to the number of tokens.
     """
     header = Header.read(path)
     _check_sizes(path, header)
@@ -170,8 +166,7 @@ def open_folder(path: Path) -> TokenStore:
     ends: npt.NDArray[np.int64] = map_file(path / DOCUMENTS, np.dtype("<i8"))
     if ends[0] != 0 or ends[-1] != header.tokens:
         raise ValueError(f"{path / DOCUMENTS} runs from {ends[0]} to {ends[-1]} tokens, not from 0 to {header.tokens}")
-    trees = SegmentTable(str(path / SEGMENTS), map_file(path / SEGMENTS, SEGMENT)) if header.segments else None
-    return TokenStore(str(path), [tokens], ends[:-1], ends[1:], header.vocabulary, header.content, hashes, trees)
+    return TokenStore(str(path), [tokens], ends[:-1], ends[1:], header.vocabulary, header.content, hashes)
 
 
 def verify_folder(path: Path) -> Iterator[int]:

@@ -13,7 +13,6 @@ from armillary.core.slices import mask_slices
 from armillary.data.loader.batches import check_minimum
 from armillary.data.loader.epochs import PackedRow
 from armillary.data.loader.packed_sequences import PackedSequences, check_length
-from armillary.data.loader.tree_rows import TreeRow
 from armillary.data.packing import Packing
 from armillary.data.store import TokenStore
 
@@ -61,7 +60,7 @@ def packed_rows(store: TokenStore, length: int, packing: Packing, rows: int) -> 
 
 def mask_of(row: PackedRow) -> dict[str, Any]:
     """Returns the mask of a row as keyword arguments, such as for `SequenceLayout.balanced`."""
-    return {"mask": row.mask} if isinstance(row, TreeRow) else {"documents": row.ends}
+    return {"documents": row.ends}
 
 
 def layout_for(name: str, row: PackedRow, shards: int) -> SequenceLayout | None:
@@ -70,8 +69,7 @@ def layout_for(name: str, row: PackedRow, shards: int) -> SequenceLayout | None:
     if name == "balanced":
         return SequenceLayout.balanced(length, shards, **mask_of(row))
     if name == "uncut documents":
-        slices = row.mask.slices(length) if isinstance(row, TreeRow) else mask_slices(length, True, None, row.ends)
-        spans = uncut_spans(length, shards, slices)
+        spans = uncut_spans(length, shards, mask_slices(length, True, None, row.ends))
         return SequenceLayout(spans) if all(spans) else None
     return getattr(SequenceLayout, name)(length, shards)
 

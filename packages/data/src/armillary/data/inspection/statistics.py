@@ -22,14 +22,10 @@ QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
 
 def describe(store: TokenStore) -> dict[str, Any]:
-    """Returns name, counts and vocabulary of a store, and lengths of documents in tokens (mean, longest, quantiles).
-
-    For a store of trees also the result of `SegmentTable.count_sequences`, and the tokens of the store as a percentage
-    of the unshared tokens.
-    """
+    """Returns name, counts and vocabulary of a store, and lengths of documents in tokens (mean, longest, quantiles)."""
     lengths = store.lengths
     quantiles = np.quantile(lengths, QUANTILES).tolist() if len(lengths) else []
-    statistics: dict[str, Any] = {
+    return {
         "name": store.name,
         "documents": len(store),
         "tokens": store.tokens,
@@ -42,10 +38,6 @@ def describe(store: TokenStore) -> dict[str, Any]:
         "longest": int(lengths.max(initial=0)),
         **{f"p{100 * q:g}": value for q, value in zip(QUANTILES, quantiles, strict=False)},
     }
-    if store.trees is not None:
-        statistics |= store.trees.count_sequences(store.starts, store.stops)
-        statistics["stored_percent"] = 100 * store.tokens / max(statistics["unshared_tokens"], 1)
-    return statistics
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class PackingStatistics:
     all shards.
 
     Args:
-        documents: mean number of pieces of documents, or of segments of trees, in a row.
+        documents: mean number of pieces of documents in a row.
         zigzag, balanced: mean balance of the rows in these layouts.
         worst_zigzag, worst_balanced: largest balance of a single row in these layouts.
         spans: largest number of spans of a shard in the balanced layout.
@@ -104,7 +96,7 @@ def measure_packings(
     rows: int,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[PackingStatistics]:
-    """Measures every packing of a store in rows of `length` tokens; for trees, only packings that cut no document.
+    """Measures every packing of a store in rows of `length` tokens.
 
     Args:
         rows: number of rows whose balance is measured, at most those of an epoch.
@@ -116,7 +108,7 @@ def measure_packings(
     check_minimum(1, rows=rows, length=length, shards=shards)
     check_length([store], length)
     SequenceLayout.zigzag(length, shards)  # refuses more shards than tokens
-    packings = (greedy, best_fit, one_per_row) if store.trees is None else (best_fit, one_per_row)
+    packings = (greedy, best_fit, one_per_row)
     statistics: list[PackingStatistics] = []
     for i, packing in enumerate(packings):
         layout = SequenceLayout.contiguous(length, 1)

@@ -17,8 +17,6 @@ BAR_WIDTH = 24
 LABELS = {
     "mean_length": "mean length, tokens",
     "longest": "longest, tokens",
-    "unshared_tokens": "tokens if unshared",
-    "stored_percent": "% of these stored",
 }
 """Labels of statistics that differ from their names."""
 
@@ -83,7 +81,7 @@ def print_layouts(layouts: Sequence[LayoutStatistics], length: int, shards: int,
     """Prints the cost of layouts, a row for each.
 
     Args:
-        documents: mean number of pieces of documents, or of segments of trees, in a row.
+        documents: mean number of pieces of documents in a row.
     """
     print(f"{rows} rows of {length:,} tokens with {documents:.1f} pieces of documents each, {shards} shards;")
     print("MiB that a rank sends in a layer, forward and backward, around a ring;")

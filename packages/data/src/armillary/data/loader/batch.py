@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from armillary.core import LabelTriples, SequenceLayout
-
-IGNORE = -100
-"""Label of tokens without one; `torch.nn.functional.cross_entropy` ignores it by default."""
+from armillary.data.store import IGNORE
 
 Documents = tuple[tuple[int, ...], ...]
 """Document boundaries of each row of a batch."""
 Parents = tuple[tuple[int, ...], ...]
-"""For each row of a batch, the parent of each of its segments, or -1."""
+"""For each row of trees in a batch, the parent of each of its segments, or -1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +21,8 @@ class Batch:
 
     Args:
         tokens: int64 [B, T].
-        labels: int64 [B, T], for each token the next token of its document, or `IGNORE`. If any store has trees these
-            are `LabelTriples`: a token has several labels if the tree branches after it.
+        labels: int64 [B, T], for each token the next token of its document, or `IGNORE`. In rows of trees these are
+            `LabelTriples`: a token has several labels if the tree branches after it.
         positions: int64 [B, T], counted from the start of the row, or with `reset_positions` from the start of the
             document in the row; in rows of trees along the path from the root.
         documents: boundaries of each row's documents (0, end of the first, ..., N), equal on all shards. Attention
@@ -32,8 +30,8 @@ class Batch:
             these are the boundaries of segments.
         layout: layout of the rows over shards.
         rows: numbers of the B rows, counted over all steps; empty for batches that no loader has made.
-        parents: if any store has trees, the parent of each segment of each row, or -1; else None. `documents` and
-            `parents` define the mask of trees.
+        parents: for rows of trees, the parent of each segment of each row, or -1; else None. `documents` and `parents`
+            define the mask of trees.
     """
 
     tokens: Tensor

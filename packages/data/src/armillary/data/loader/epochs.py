@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -30,11 +29,6 @@ class PackedRow:
     store: TokenStore
     pieces: list[DocumentPiece]
     ends: tuple[int, ...]
-
-    @property
-    def origins(self) -> Sequence[int]:
-        """For each piece, the position in the row from which its tokens are counted with `reset_positions`."""
-        return self.ends  # piece i starts at `ends[i]`
 
     @property
     def padding(self) -> int:
@@ -72,7 +66,8 @@ class Epochs:
 
     def __init__(self, store: TokenStore, length: int, packing: Packing, key: str) -> None:
         self._store, self._length, self._packing, self._key = store, length, packing, key
-        self._documents, self._sizes = self._items()
+        self._documents = np.flatnonzero(store.lengths)
+        self._sizes = store.lengths[self._documents]
         if not len(self._documents):
             raise ValueError(f"{store.name} has no tokens; give a store with at least one document")
         # Two epochs: at the end of an epoch the prefetching thread already reads rows of the next one.
@@ -81,23 +76,15 @@ class Epochs:
         self.rows = len(self._epoch(0)[0])
         """Rows of each epoch."""
 
-    def _items(self) -> tuple[Index, Index]:
-        """Returns the document and the number of tokens of each item to pack, int64 [M] each.
-
-        Here items are the documents with tokens; `TreeEpochs` also has items that are parts of a document.
-        """
-        documents = np.flatnonzero(self._store.lengths)
-        return documents, self._store.lengths[documents]
-
     def row(self, number: int) -> PackedRow:
         """Returns row `number`, counted from 0 over all epochs."""
         epoch, index = divmod(number, self.rows)
         packed_rows, order = self._epoch(epoch)
-        return self._row_of(packed_rows.row(int(order[index])))
-
-    def _row_of(self, pieces: Sequence[DocumentPiece]) -> PackedRow:
-        """Returns the row of some pieces. The packing packs items, so their `document` is the number of an item."""
-        pieces = [DocumentPiece(int(self._documents[piece.document]), piece.start, piece.length) for piece in pieces]
+        # The packing counts only documents with tokens.
+        pieces = [
+            DocumentPiece(int(self._documents[piece.document]), piece.start, piece.length)
+            for piece in packed_rows.row(int(order[index]))
+        ]
         ends = tuple(accumulate((piece.length for piece in pieces), initial=0))
         return PackedRow(self._store, pieces, ends if ends[-1] == self._length else (*ends, self._length))
 
@@ -141,18 +128,19 @@ def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, start
     Args:
         tokens: int64 [T], receives the tokens. Padding is the end-of-document token, or 0 if the store does not record
             one.
-        labels: int64 [T], receives the next token of the same document for each token, or `IGNORE`.
-        starts: int64 [T], receives for each token the position from which `reset_positions` counts, so that its reset
-            position is its position in the row minus this. None if positions are not reset.
+        labels: int64 [T], receives for each token the next token of the same document, or the store's label of it, or
+            `IGNORE`.
+        starts: int64 [T], receives the position in the row of the first token of each token's piece, from which
+            `reset_positions` counts. None if positions are not reset.
     """
     # Reads piece by piece, in the order of the shard's tokens. `offset` is the number of tokens read so far.
-    offset, origins = 0, row.origins
+    offset = 0
     for span in spans:
         for number, positions in _cut_at(span, row.ends):
             target = slice(offset, offset + len(positions))
             offset = target.stop
             if starts is not None:
-                starts[target] = origins[number]
+                starts[target] = row.ends[number]
             if number < len(row.pieces):
                 _read_piece(row, number, positions, tokens[target], labels[target])
             else:  # padding
@@ -166,13 +154,13 @@ def _read_piece(row: PackedRow, number: int, positions: range, tokens: Index, la
     start, stop = positions.start + shift, positions[-1] + 1 + shift
     document_length = int(store.stops[piece.document] - store.starts[piece.document])
     label_stop = min(stop + 1, document_length)  # the last token of a document has no label
-    if positions.step == 1:
+    if positions.step == 1 and store.labels is None:
         window = store.read(piece.document, start, label_stop)  # one read serves tokens and labels
         tokens[:], next_tokens = window[: len(positions)], window[1:]
     else:
-        # With a step, the next token of a token is not the shard's next token: the labels are read separately.
+        # With a step, the next token of a token is not the shard's next token: labels are read separately.
         tokens[:] = store.read(piece.document, start, stop, positions.step)
-        next_tokens = store.read(piece.document, start + 1, label_stop, positions.step)
+        next_tokens = store.read_labels(piece.document, start + 1, label_stop, positions.step)
     labels[: len(next_tokens)], labels[len(next_tokens) :] = next_tokens, IGNORE
 
 

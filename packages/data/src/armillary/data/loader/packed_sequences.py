@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from armillary.core import SequenceLayout
-from armillary.data.loader.batch import Batch, Documents, Parents
+from armillary.data.loader.batch import Batch, Documents
 from armillary.data.loader.batches import Batches
 from armillary.data.loader.epochs import Epochs, PackedRow, Waste, read_shard
-from armillary.data.loader.tree_rows import TreeEpochs, TreeRow, label_triples, parents_of
 from armillary.data.packing import Packing, greedy
 from armillary.data.shuffle import items_until, source_at
 from armillary.data.store import TokenStore
@@ -31,13 +30,9 @@ class PackedSequences(Batches):
     rank holds which token.
 
     A rank reads each token of its shard once, in the store's dtype, and in each span one more token: the label of the
-    span's last token (of trees also one or two more for each segment). In spans with a step it reads the labels
-    separately, so it reads twice as many bytes. No communication. The loader takes 16 bytes of memory per document, and
+    span's last token. In spans with a step, and if the store has labels of its own, it reads the labels separately, so
+    it reads twice as many values. No communication. The loader takes 16 bytes of memory per document, and
     a packed epoch 24 per piece of a document and 16 per row; two epochs are kept.
-
-    If any store has trees, labels are `LabelTriples` in all batches (weight 1 in plain documents), and positions in
-    rows of trees count along the path from the root. A tree longer than a row is split into several trees with as many
-    sequences as fit, which repeat the segments that they share; a single sequence longer than a row is truncated.
 
     A new iteration continues after the batch that was returned most recently, or from the loaded state. `batch` returns
     the batch of any step.
@@ -51,12 +46,11 @@ class PackedSequences(Batches):
             that the epochs of all stores end together. Only ratios matter: [1, 3] and [0.25, 0.75] give equal rows.
         replica, replicas: index of this rank's data-parallel group and number of these groups. Each group reads other
             `rows_per_batch` rows of a global batch.
-        packing: a packing function; its name is part of the state. Trees need one that cuts no document that fits into
-            a row, such as best_fit or one_per_row.
+        packing: a packing function; its name is part of the state.
         reset_positions: count positions from the start of each document instead of the start of the row.
-        layout_for: returns the layout of a batch, such as a balanced one, from its `documents`; if any store has trees,
-            from its `documents` and `parents`. The layout must have the length and shards of `layout` and be the same
-            on all ranks. `layout_for` and `packing` may run in the prefetching thread and must not call collectives.
+        layout_for: returns the layout of a batch, such as a balanced one, from its `documents`. The layout must have
+            the length and shards of `layout` and be the same on all ranks. `layout_for` and `packing` may run in the
+            prefetching thread and must not call collectives.
         plan: function that is called with each batch, in the thread that makes it, for example to plan the attention of
             the batch before its step begins (`attend.plan_ahead`).
         ahead: number of batches to prefetch.
@@ -64,7 +58,7 @@ class PackedSequences(Batches):
     Raises:
         ValueError: a shard or replica out of range, rows_per_batch or replicas below 1, ahead below 0, no stores, one
             without tokens, different tokenizers, weights that are not one number above 0 for each store, or a packing
-            without a name, one that cuts trees or one whose rows are empty or longer than N.
+            without a name or one whose rows are empty or longer than N.
     """
 
     def __init__(
@@ -80,7 +74,7 @@ class PackedSequences(Batches):
         replica: int = 0,
         replicas: int = 1,
         reset_positions: bool = False,
-        layout_for: Callable[..., SequenceLayout] | None = None,
+        layout_for: Callable[[Documents], SequenceLayout] | None = None,
         plan: Callable[[Batch], None] | None = None,
         ahead: int = 2,
     ) -> None:
@@ -90,11 +84,9 @@ class PackedSequences(Batches):
         if not packing_name.isidentifier():
             raise ValueError(f"packing {packing} has no name to save in a state; give a function defined by def")
         self._layout_for, self._plan, self._reset_positions = layout_for, plan, reset_positions
-        self._has_trees = any(store.trees is not None for store in stores)
-        self._epochs: list[Epochs] = []
-        for i, store in enumerate(stores):
-            epochs_class = Epochs if store.trees is None else TreeEpochs
-            self._epochs.append(epochs_class(store, layout.length, packing, f"store {i}, seed {seed}"))
+        self._epochs = [
+            Epochs(store, layout.length, packing, f"store {i}, seed {seed}") for i, store in enumerate(stores)
+        ]
         # Exact fractions, so that the order of a mixture does not depend on rounding.
         proportions = [epochs.rows for epochs in self._epochs] if weights is None else list(weights)
         if len(proportions) != len(stores) or not all(0 < weight < float("inf") for weight in proportions):
@@ -143,29 +135,24 @@ class PackedSequences(Batches):
     def _make_batch(self, rows: range) -> Batch:
         packed_rows = [self.row(number) for number in rows]
         documents = tuple(row.ends for row in packed_rows)
-        parents = parents_of(packed_rows) if self._has_trees else None
-        layout = self._layout_of(documents, parents)
+        layout = self._layout_of(documents)
         positions = self._positions if layout is self._layout else layout.positions(self._shard)
         shape = len(packed_rows), layout.sizes[self._shard]
         tokens, next_tokens, starts = (np.zeros(shape, np.int64) for _ in range(3))
         for i, row in enumerate(packed_rows):
-            # In rows of trees positions always count along the path.
-            row_starts = starts[i] if self._reset_positions or isinstance(row, TreeRow) else None
+            row_starts = starts[i] if self._reset_positions else None
             read_shard(row, layout.spans(self._shard), tokens[i], next_tokens[i], row_starts)
-        labels = torch.from_numpy(next_tokens)
-        if self._has_trees:
-            labels = label_triples(packed_rows, positions.numpy(), next_tokens)
         # A new tensor even without resets, so that a caller who writes to a batch does not change later ones.
         positions = positions - torch.from_numpy(starts)
-        batch = Batch(torch.from_numpy(tokens), labels, positions, documents, layout, rows, parents)
+        batch = Batch(torch.from_numpy(tokens), torch.from_numpy(next_tokens), positions, documents, layout, rows)
         if self._plan is not None:
             self._plan(batch)
         return batch
 
-    def _layout_of(self, documents: Documents, parents: Parents | None) -> SequenceLayout:
+    def _layout_of(self, documents: Documents) -> SequenceLayout:
         if self._layout_for is None:
             return self._layout
-        layout = self._layout_for(documents) if parents is None else self._layout_for(documents, parents)
+        layout = self._layout_for(documents)
         if (layout.length, layout.shards) != (self._layout.length, self._layout.shards):
             raise ValueError(
                 f"layout_for gave {layout}, not {self._layout.shards} shards of {self._layout.length} tokens in all"

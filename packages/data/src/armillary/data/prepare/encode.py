@@ -1,24 +1,37 @@
-"""Tokenization of one chunk of the input, in a worker process."""
+"""Tokenization of input chunks, in worker processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields
+from errno import ECHILD
 from functools import lru_cache
+from itertools import islice
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Literal
+from threading import Thread
+from typing import Literal, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from armillary.core.files import read_file
 from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG
 from armillary.data.prepare.sources import InputChunk, Invalid, documents
-from armillary.data.prepare.writer import Part
-from armillary.data.shuffle import stable_hash
+from armillary.data.shuffle import Index, stable_hash
 from armillary.data.store import Integers, token_dtype
 from armillary.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
 from armillary.data.text.corpus import Document
 from armillary.data.text.tokenizer import TextTokenizer, decode_utf8
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 OnInvalid = Literal["refuse", "replace", "skip"]
 """Policy for text that is not UTF-8: stop, replace invalid bytes by U+FFFD, or skip the document. Broken records have
@@ -26,6 +39,8 @@ no text to replace: "skip" skips them, and both other policies refuse them."""
 
 BATCH_BYTES = 2**20
 """Bytes of text to encode at a time: the result of the `tokenizers` library takes a hundred times as much memory."""
+MAX_DOCUMENT = 2**26
+"""Bytes of the longest document for the `tokenizers` library, which encodes it at once."""
 
 
 @dataclass
@@ -49,6 +64,21 @@ class Counts:
             setattr(self, name, value or later_value if name.startswith("first") else value + later_value)
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Tokenized documents, such as the documents of an input chunk.
+
+    Args:
+        tokens: the concatenated documents, each with its end-of-document token.
+        lengths: int64 [d], number of tokens of each document.
+        hashes: uint64 [d], hash of each document's text.
+    """
+
+    tokens: Integers
+    lengths: Index
+    hashes: npt.NDArray[np.uint64]
+
+
 @dataclass(frozen=True)
 class Encoder:
     """Tokenizes chunks with the tokenizer in a folder; without a `tokenizer.json`, tokens are bytes."""
@@ -57,61 +87,59 @@ class Encoder:
     invalid: OnInvalid
 
     def __call__(self, chunk: InputChunk) -> tuple[Part, Counts]:
-        """Returns the tokens of a chunk's documents.
+        """Returns the tokens of a chunk's documents, with an end-of-document token after each.
 
         Raises:
             ValueError: a file that can no longer be read, or a document that the policy refuses.
         """
         tokenizer, counts = tokenizer_in(self.folder), Counts()
-        encoded_parts, batch, batch_bytes = list[Part](), list[Document](), 0
+        dtype = token_dtype(tokenizer.vocab_size)
+        end = np.array([tokenizer.end_of_document], dtype)
+        arrays, lengths, hashes = [np.empty(0, dtype)], list[int](), list[int]()
+        for batch in self._batches(chunk, tokenizer, counts):
+            for text, tokens in zip(batch, encode_all(batch, tokenizer), strict=True):
+                arrays += [tokens, end]
+                lengths.append(len(tokens) + 1)
+                hashes.append(stable_hash(text))
+            counts.documents += len(batch)
+            counts.text_bytes += sum(map(len, batch))
+        return Part(np.concatenate(arrays), np.array(lengths, np.int64), np.array(hashes, np.uint64)), counts
+
+    def _batches(self, chunk: InputChunk, tokenizer: Tokenizer, counts: Counts) -> Iterator[list[bytes]]:
+        """Yields the texts of a chunk in batches of about `BATCH_BYTES`. Counts what is left out or replaced."""
+        batch, batch_bytes = list[bytes](), 0
         for document in documents(chunk):
-            if not isinstance(document, Invalid) and self._accept(document, tokenizer, counts):
-                batch.append(document)
-                batch_bytes += len(document.text)
+            if isinstance(document, Document) and not document.text:
+                counts.empty += 1
             elif isinstance(document, Invalid) and document.binary:
                 counts.binary += 1
-            elif isinstance(document, Invalid):
-                self.skip(document, counts)
-            if batch_bytes >= BATCH_BYTES:
-                encoded_parts.append(self.encode(batch, tokenizer, counts))
-                batch, batch_bytes = [], 0
-        return Part.concatenate([*encoded_parts, self.encode(batch, tokenizer, counts)]), counts
+            elif isinstance(record := self._checked(document, tokenizer, counts), Invalid):
+                if self.invalid != "skip":
+                    raise ValueError(
+                        f"{record.name}: {record.reason}; correct it, or skip such documents with --invalid skip"
+                    )
+                counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or record.name
+            else:
+                batch.append(record.text)
+                batch_bytes += len(record.text)
+                if batch_bytes >= BATCH_BYTES:
+                    yield batch
+                    batch, batch_bytes = [], 0
+        yield batch
 
-    def encode(self, batch: Sequence[Document], tokenizer: Tokenizer, counts: Counts) -> Part:
-        """Returns the tokens of some documents, with an end-of-document token after each."""
-        counts.documents += len(batch)
-        counts.text_bytes += sum(len(document.text) for document in batch)
-        texts, dtype = [document.text for document in batch], token_dtype(tokenizer.vocab_size)
-        end, token_arrays = np.array([tokenizer.end_of_document], dtype), encode_all(texts, tokenizer)
-        arrays = [np.empty(0, dtype)]  # a batch may be empty, and `concatenate` needs an array
-        for tokens in token_arrays:
-            arrays += [tokens, end]
-        lengths = np.array([len(tokens) + 1 for tokens in token_arrays], np.int64)
-        return Part(np.concatenate(arrays), lengths, np.array([*map(stable_hash, texts)], np.uint64))
-
-    def _accept(self, document: Document, tokenizer: Tokenizer, counts: Counts) -> bool:
-        """Returns True if a document is to be encoded. Counts it if it is empty, skipped, or has replaced bytes."""
-        if not document.text:
-            counts.empty += 1
-            return False
+    def _checked(self, document: Document | Invalid, tokenizer: Tokenizer, counts: Counts) -> Document | Invalid:
+        """Returns a document that the tokenizer can encode, or the reason why it cannot. Counts replaced bytes."""
         # A byte tokenizer encodes any bytes; other tokenizers encode text, which must be valid UTF-8.
-        if not isinstance(tokenizer, ByteTokenizer) and decode_utf8(document.text)[1]:
+        if isinstance(document, Invalid) or isinstance(tokenizer, ByteTokenizer):
+            return document
+        if (size := len(document.text)) > MAX_DOCUMENT:
+            limit = f"a tokenizer takes documents of at most {MAX_DOCUMENT:,} bytes"
+            return Invalid(document.name, f"it has {size:,} bytes, and {limit}: cut it into several documents")
+        if decode_utf8(document.text)[1]:
             if self.invalid != "replace":
-                self.skip(Invalid(document.name, "it is not valid UTF-8"), counts)
-                return False
+                return Invalid(document.name, "it is not valid UTF-8")
             counts.replaced, counts.first_replaced = counts.replaced + 1, counts.first_replaced or document.name
-        return True
-
-    def skip(self, record: Invalid, counts: Counts) -> None:
-        """Counts a record as skipped.
-
-        Raises:
-            ValueError: the policy is not "skip".
-        """
-        if self.invalid != "skip":
-            remedy = "correct it, or skip such documents with --invalid skip; then start over with --overwrite"
-            raise ValueError(f"{record.name}: {record.reason}; {remedy}")
-        counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or record.name
+        return document
 
 
 def tokenizer_in(folder: Path) -> Tokenizer:
@@ -135,3 +163,54 @@ def encode_all(texts: Sequence[bytes], tokenizer: Tokenizer) -> list[Integers]:
     if isinstance(tokenizer, TextTokenizer):
         return list(tokenizer.encode_all([decode_utf8(text)[0] for text in texts]))
     return [tokenizer.encode(text).numpy().astype(token_dtype(tokenizer.vocab_size)) for text in texts]
+
+
+# -- workers ----------------------------------------------------------------------------------------------------------
+
+
+def cpu_count() -> int:
+    """Returns the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def map_in_order(work: Callable[[T], R], items: Sequence[T], workers: int) -> Iterator[R]:
+    """Yields `work(item)` for each item, in order, computed in worker processes. With one worker, in this process.
+
+    Raises:
+        ChildProcessError: a process was killed, most likely for lack of memory.
+    """
+    workers = min(workers, len(items))
+    if workers <= 1:
+        yield from map(work, items)
+        return
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([work.__class__.__module__])  # imported once, not in each worker
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker)
+    try:
+        # Two items in flight for each worker: one is computed while the other waits, so that no worker idles, and the
+        # number of results in memory stays bounded.
+        queue = iter(items)
+        in_flight = deque(pool.submit(work, item) for item in islice(queue, 2 * workers))
+        while in_flight:
+            yield in_flight.popleft().result()
+            in_flight.extend(pool.submit(work, item) for item in islice(queue, 1))
+    except BrokenProcessPool as error:  # raised by `result` or by `submit`
+        text = f"one of {workers} worker processes was killed, as happens when memory is short; take fewer workers"
+        raise ChildProcessError(ECHILD, text) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Initializes a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
+    Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """Waits for the parent process to end, then ends this worker, which nobody else would end after a kill."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)

@@ -1,45 +1,57 @@
-"""`prepare`: tokenizes input files into the folder of a store, in several processes and resumable.
+"""`prepare`: tokenizes input files into the folder of a store, in several processes, all or nothing.
 
-The files of the store are first written to the folder `path.partial`, with a key: a hash of inputs and settings. A run
-with the same key resumes there. A complete store is moved to `path` by one rename.
+1. The files of the store are written to the folder `path.partial`, in the order of the input; the header comes last.
+2. The complete folder is renamed to `path`. With `overwrite`, the store there is first renamed to `path.replaced`.
+
+A run that fails removes its folder. A killed run leaves it, and the next run removes it and starts again; after a kill
+between the two renames it first renames `path.replaced` back. A run of the same input and settings as those of the
+store at `path` changes nothing.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Self, get_args
+from zlib import crc32
 
+import numpy as np
+import numpy.typing as npt
+from filelock import FileLock, Timeout
 from tyro.conf import Positional, Suppress, arg
 
 from armillary.data.formats.folder import (
-    PREPARATION_KEY,
+    BLOCK,
+    DOCUMENTS,
+    HASHES,
+    HEADER,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    TOKENS,
     Header,
     is_folder,
     partial_folder,
     write_file,
 )
-from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, tokenizer_in
-from armillary.data.prepare.encode_trees import TreeEncoder
-from armillary.data.prepare.resume import PROGRESS, begin, lock_output, remove_replaced, restore_replaced
-from armillary.data.prepare.sources import Format, InputChunk, Invalid, chunks, documents, fingerprint
-from armillary.data.prepare.workers import cpu_count, map_in_order
-from armillary.data.prepare.writer import StoreWriter
+from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, Part, cpu_count, map_in_order, tokenizer_in
+from armillary.data.prepare.sources import InputChunk, Invalid, chunks, documents, fingerprint
 from armillary.data.store import Vocabulary, token_dtype
 from armillary.data.text.byte_tokenizer import Tokenizer
-from armillary.data.text.chat_template import ChatTemplate
-from armillary.data.text.tokenizer import TRAINED_END, TextTokenizer, check_vocab_size, decode_utf8, train_bpe
-from armillary.data.text.tokenizer_json import BEGIN
+from armillary.data.text.tokenizer import BEGIN, TRAINED_END, TextTokenizer, check_vocab_size, decode_utf8, train_bpe
 
 TRAINING_BYTES = 2**28
 """Maximum bytes of text to train a tokenizer on, sampled evenly over the input."""
+KEY = "plan"
+"""Entry of `Header.summary`: a hash of the input and settings of the preparation."""
+FILES = {HEADER, TOKENS, DOCUMENTS, HASHES, TOKENIZER, TOKENIZER_CONFIG, "segments.bin", "progress.json"}
+"""Files of a store, and two more of earlier releases."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +66,11 @@ class Preparation:
         end_of_document: name of the token after each document; by default from the tokenizer's files. Tokenizers bytes
             and bpe have their own.
         begin_of_document: name of a token before each document; by default none.
-        format: format of all inputs; auto detects it from the suffix of each file. trees: JSONL of prompts with
-            completions.
+        format: format of all inputs; auto detects it from the suffix of each file.
         text_field: JSONL field, or column of a table, with the text.
         invalid: policy for text that is not UTF-8: refuse stops, replace puts U+FFFD for invalid bytes, skip leaves the
             document out. Records that cannot be read are left out with skip, and refused otherwise.
-        overwrite: discard an unfinished store of other input or settings, and replace the store at the output when the
-            new one is complete.
+        overwrite: replace the store at the output when the new one is complete.
         chunk_bytes: bytes of text that a worker tokenizes at a time, about.
     """
 
@@ -70,7 +80,7 @@ class Preparation:
     vocab_size: int = 32_768
     end_of_document: str | None = None
     begin_of_document: str | None = None
-    format: Format = "auto"
+    format: Annotated[str, arg(metavar="{auto,text,jsonl,parquet}")] = "auto"
     text_field: str = "text"
     invalid: OnInvalid = "replace"
     overwrite: bool = False
@@ -91,20 +101,21 @@ class Progress:
 def prepare(
     plan: Preparation, workers: int | None = None, report: Callable[[Progress], None] = lambda _: None
 ) -> Header:
-    """Prepares a store, or resumes an interrupted preparation. Returns the header of the store.
+    """Prepares a store, all or nothing. Returns the header of the store.
 
-    The same input gives the same bytes, for any number of workers and interruptions. If the output is already a
-    complete store of the same input and settings, it is not changed, unless `overwrite` is set. Worker processes import
-    the caller's main module, so scripts must call this under `if __name__ == "__main__":`.
+    The same input gives the same bytes, for any number of workers. If the output is already a store of the same input
+    and settings, it is not changed, unless `overwrite` is set. Worker processes import the caller's main module, so
+    scripts must call this under `if __name__ == "__main__":`.
 
     Args:
         workers: number of processes; by default the number of available CPUs.
         report: called at the start and after each chunk.
 
     Raises:
-        ValueError: invalid input, tokenizer or settings; other files at the output; another process that writes there.
+        ValueError: invalid input, tokenizer or settings; another store or other files at the output; another process
+            that writes there; an input file that changes meanwhile.
         ImportError: the package that reads a format or the tokenizer is not installed.
-        OSError: the output cannot be written, or a worker was killed. Finished parts are kept; the same call resumes.
+        OSError: the output cannot be written, or a worker was killed.
     """
     # 1. Check everything that can be checked without reading the text, which may take hours.
     workers = cpu_count() if workers is None else workers
@@ -112,116 +123,53 @@ def prepare(
     if plan.output.is_symlink():
         plan = replace(plan, output=_resolve(plan.output))  # replaces the target, not the link
     _check_paths(plan)
-    # 2. Cut the input into chunks.
+    # 2. Cut the input into chunks, and read the tokenizer.
     input_chunks = chunks(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.chunk_bytes)
-    key = preparation_key(plan, input_chunks)
+    sizes = [chunk.bytes for chunk in input_chunks]
+    tokenizer = None if plan.tokenizer in ("bytes", "bpe") else _read_tokenizer(plan)
+    stamp = fingerprint(input_chunks)
+    key = _key(plan, stamp, tokenizer)
     try:
-        # Raises if the folder is not writable. Without this check, `lock_output` would fail to create its file and
-        # report that another process holds the lock.
+        # Raises if the folder is not writable. Without this check, the lock could not create its file and would report
+        # that another process holds it.
         plan.output.parent.mkdir(parents=True, exist_ok=True)
         TemporaryFile(dir=plan.output.parent).close()
-        with lock_output(plan.output):
-            # 3. Clean up after an earlier run, return its complete store, or resume it.
-            restore_replaced(plan.output)  # an earlier run may have been killed while it replaced a store
-            if plan.output.exists() and (header := _existing_store(plan, key)) is not None:
-                return header
-            begin(plan.output, key, plan.overwrite)  # resumes if the partial folder has the same key
-            # 4. Tokenize the chunks that no earlier run has finished.
-            step = "training a tokenizer" if plan.tokenizer == "bpe" else "reading the tokenizer"
-            report(Progress(step, 0, sum(chunk.bytes for chunk in input_chunks)))
-            return _encode(plan, input_chunks, key, _save_tokenizer(plan, input_chunks), workers, report)
+        with lock_output(plan.output), _new_folder(plan, key) as folder:
+            if folder is None:
+                return Header.read(plan.output)
+            # 3. Write the tokenizer, trained if necessary, to the folder. Workers read it there.
+            progress = Progress("training a tokenizer" if plan.tokenizer == "bpe" else "encoding", 0, sum(sizes))
+            report(progress)
+            if plan.tokenizer == "bpe":
+                tokenizer = train_bpe(_sample(input_chunks), plan.vocab_size)
+            if tokenizer is not None:
+                names = {"eos_token": tokenizer.end_name, BEGIN: plan.begin_of_document}
+                write_file(folder / TOKENIZER_CONFIG, json.dumps(names).encode())
+                write_file(folder / TOKENIZER, tokenizer.definition)
+            # 4. Tokenize the chunks. They are written in the order of the input, so that a store does not depend on
+            # workers.
+            vocabulary: Tokenizer = tokenizer_in(folder)
+            progress.step, counts = "encoding", progress.counts
+            with StoreWriter(folder, token_dtype(vocabulary.vocab_size)) as writer:
+                encoded_parts = map_in_order(Encoder(folder, plan.invalid), input_chunks, workers)
+                for size, (encoded_part, part_counts) in zip(sizes, encoded_parts, strict=True):
+                    counts.add(part_counts)
+                    writer.add(encoded_part)
+                    progress.done_bytes, progress.tokens = progress.done_bytes + size, writer.tokens
+                    report(progress)
+                # 5. Write the header, which makes the folder a store, unless the input is not what was cut in step 2.
+                if fingerprint(input_chunks) != stamp:
+                    raise ValueError("an input file has changed while it was read; run the same command again")
+                if not writer.documents:
+                    raise ValueError(f"{', '.join(map(str, plan.inputs))}: no document contains text")
+                summary = {KEY: key, "begin_of_document": plan.begin_of_document, **asdict(counts)}
+                return writer.finish(Vocabulary.of(vocabulary), summary)
     except OSError as error:
-        remedy = "the same command, run again, resumes after the parts that were finished"
+        remedy = "nothing was kept; run the same command again"
         raise OSError(error.errno, f"{plan.output}: {error.strerror or error}; {remedy}") from error
 
 
-def preparation_key(plan: Preparation, input_chunks: Sequence[InputChunk]) -> str:
-    """Returns a hash of the inputs and settings that determine the content of the store."""
-    names = ("vocab_size", "end_of_document", "begin_of_document", "invalid")
-    tokenizer = plan.tokenizer if plan.tokenizer in ("bytes", "bpe") else _read_tokenizer(plan).identity
-    settings: list[Any] = [fingerprint(input_chunks), tokenizer, [getattr(plan, name) for name in names]]
-    if (template := _chat_template(plan)) is not None:
-        settings.append(template.config)
-    return sha256(json.dumps(settings).encode()).hexdigest()[:16]
-
-
-def _read_tokenizer(plan: Preparation) -> TextTokenizer:
-    return TextTokenizer.read(plan.tokenizer, plan.end_of_document, plan.begin_of_document)
-
-
-def _chat_template(plan: Preparation) -> ChatTemplate | None:
-    """Returns the chat template in the tokenizer's folder; only format "trees" can have chat messages."""
-    if plan.format != "trees" or plan.tokenizer in ("bytes", "bpe"):
-        return None
-    path = Path(plan.tokenizer)
-    return ChatTemplate.read(path if path.is_dir() else path.parent)
-
-
-def _save_tokenizer(plan: Preparation, input_chunks: Sequence[InputChunk]) -> Tokenizer:
-    """Writes the tokenizer, trained if necessary, to the folder of the store, and reads it from there.
-
-    Workers and resumed runs read the same files, so that all parts are tokenized alike.
-    """
-    folder = partial_folder(plan.output)
-    if plan.tokenizer != "bytes" and not (folder / TOKENIZER).exists():
-        is_trained = plan.tokenizer == "bpe"
-        tokenizer = train_bpe(_sample(input_chunks), plan.vocab_size) if is_trained else _read_tokenizer(plan)
-        template = _chat_template(plan)
-        names = {"eos_token": tokenizer.end_name, BEGIN: plan.begin_of_document}
-        config = names | ({} if template is None else template.config)
-        write_file(folder / TOKENIZER_CONFIG, json.dumps(config).encode())
-        write_file(folder / TOKENIZER, tokenizer.definition)
-    return tokenizer_in(folder)
-
-
-def _sample(input_chunks: Sequence[InputChunk]) -> Iterator[str]:
-    """Yields at most `TRAINING_BYTES` bytes of text, from the beginnings of chunks spread evenly over the input."""
-    # If the input has k times as many bytes as the sample, every k-th chunk is sampled, and each sampled chunk
-    # contributes equally many bytes.
-    k = -(-sum(chunk.bytes for chunk in input_chunks) // TRAINING_BYTES)  # rounded up
-    sampled_chunks = input_chunks[::k]
-    for chunk in sampled_chunks:
-        remaining_bytes = -(-TRAINING_BYTES // len(sampled_chunks))
-        for document in documents(chunk):
-            if not isinstance(document, Invalid) and remaining_bytes > 0:
-                yield decode_utf8(document.text[:remaining_bytes])[0]
-                remaining_bytes -= len(document.text)
-
-
-def _encode(
-    plan: Preparation,
-    input_chunks: Sequence[InputChunk],
-    key: str,
-    tokenizer: Tokenizer,
-    workers: int,
-    report: Callable[[Progress], None],
-) -> Header:
-    """Tokenizes the chunks that no earlier run has finished, and moves the complete store to the output.
-
-    Raises:
-        ValueError: an input without documents, or an input file that changed during the run.
-    """
-    trees = plan.format == "trees"
-    encoder = (TreeEncoder if trees else Encoder)(partial_folder(plan.output), plan.invalid)
-    with StoreWriter(plan.output, token_dtype(tokenizer.vocab_size), trees) as writer:
-        sizes, counts = [chunk.bytes for chunk in input_chunks], Counts(**writer.counts)
-        progress = Progress("encoding", sum(sizes[: writer.parts]), sum(sizes), writer.tokens, counts)
-        # Parts are written in input order, so that a store does not depend on workers or interruptions.
-        remaining_chunks = input_chunks[writer.parts :]
-        for chunk, (encoded_part, part_counts) in zip(
-            remaining_chunks, map_in_order(encoder, remaining_chunks, workers), strict=True
-        ):
-            counts.add(part_counts)
-            writer.add(encoded_part, asdict(counts))
-            progress.done_bytes, progress.tokens = progress.done_bytes + chunk.bytes, writer.tokens
-            report(progress)
-        # The key depends on sizes and modification times of the input files.
-        if preparation_key(plan, input_chunks) != key:
-            raise ValueError("an input file has changed while it was read; start over with --overwrite")
-        if not writer.documents:
-            raise ValueError(f"{', '.join(map(str, plan.inputs))}: no document contains text")
-        summary = {PREPARATION_KEY: key, "begin_of_document": plan.begin_of_document, **asdict(counts)}
-        return writer.finish(Vocabulary.of(tokenizer), summary)
+# -- settings and paths -----------------------------------------------------------------------------------------------
 
 
 def _check_settings(plan: Preparation, workers: int) -> None:
@@ -271,21 +219,174 @@ def _resolve(path: Path) -> Path:
     return target
 
 
-def _existing_store(plan: Preparation, key: str) -> Header | None:
-    """Returns the header of a complete store at the output, or None if `overwrite` replaces it.
+# -- the tokenizer ----------------------------------------------------------------------------------------------------
+
+
+def _read_tokenizer(plan: Preparation) -> TextTokenizer:
+    return TextTokenizer.read(plan.tokenizer, plan.end_of_document, plan.begin_of_document)
+
+
+def _key(plan: Preparation, stamp: str, tokenizer: TextTokenizer | None) -> str:
+    """Returns a hash of the input and settings that determine the content of the store."""
+    names = ("vocab_size", "end_of_document", "begin_of_document", "invalid")
+    identity = plan.tokenizer if tokenizer is None else tokenizer.identity
+    settings = [stamp, identity, [getattr(plan, name) for name in names]]
+    return sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+
+def _sample(input_chunks: Sequence[InputChunk]) -> Iterator[str]:
+    """Yields at most `TRAINING_BYTES` bytes of text, from the beginnings of chunks spread evenly over the input."""
+    # If the input has k times as many bytes as the sample, every k-th chunk is sampled, and each sampled chunk
+    # contributes equally many bytes.
+    k = -(-sum(chunk.bytes for chunk in input_chunks) // TRAINING_BYTES)  # rounded up
+    sampled_chunks = input_chunks[::k]
+    for chunk in sampled_chunks:
+        remaining_bytes = -(-TRAINING_BYTES // len(sampled_chunks))
+        for document in documents(chunk):
+            if not isinstance(document, Invalid) and remaining_bytes > 0:
+                yield decode_utf8(document.text[:remaining_bytes])[0]
+                remaining_bytes -= len(document.text)
+
+
+# -- the output -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def lock_output(path: Path) -> Generator[None]:
+    """Locks the output against other processes. If a process is killed, the system releases its lock.
 
     Raises:
-        ValueError: the output is not a store; or it is a store of other input or settings, and `overwrite` is not set.
+        ValueError: another process prepares the same output.
     """
-    if not is_folder(plan.output):
-        raise ValueError(f"{plan.output} exists and is not a token store; name another output, or move it away")
-    if plan.overwrite:
-        return None
-    header = Header.read(plan.output)
-    if header.summary.get(PREPARATION_KEY) != key:
-        raise ValueError(
-            f"{plan.output} is a store of other input or settings; name another output, or give --overwrite"
-        )
-    if (plan.output / PROGRESS).exists():  # an earlier run was killed after its last move, before it had cleaned up
-        remove_replaced(plan.output)
-    return header
+    lock = path.with_name(path.name + ".lock")
+    try:
+        with FileLock(lock, blocking=False):
+            try:
+                yield
+            finally:
+                # Removed while it is still locked: a process that has opened this file already cannot lock it
+                # afterwards, because filelock refuses a lock on a file without a name.
+                lock.unlink(missing_ok=True)
+    except Timeout as error:
+        raise ValueError(f"another process is preparing {path}; wait for it, or name another output") from error
+
+
+@contextmanager
+def _new_folder(plan: Preparation, key: str) -> Generator[Path | None]:
+    """Yields an empty folder, which is renamed to the output at the end of the block, and removed if the block raises.
+
+    Yields None if the output is a store with this key, unless `overwrite` replaces it.
+
+    Raises:
+        ValueError: the output is not a store; or it is one with another key, and `overwrite` is not set; foreign files
+            in folders to remove.
+    """
+    output, folder, replaced = plan.output, partial_folder(plan.output), Path(f"{plan.output}.replaced")
+    # 1. Clean up after killed runs.
+    if is_folder(replaced) and not output.exists():
+        replaced.rename(output)
+    _remove(replaced)
+    _remove(folder)
+    if output.exists() and not is_folder(output):
+        raise ValueError(f"{output} exists and is not a token store; name another output, or move it away")
+    if output.exists() and not plan.overwrite:
+        if Header.read(output).summary.get(KEY) != key:
+            raise ValueError(
+                f"{output} is a store of other input or settings; name another output, or give --overwrite"
+            )
+        yield None
+        return
+    # 2. Make the store.
+    folder.mkdir()
+    try:
+        yield folder
+        # 3. Put it in place. A rename cannot replace a folder that has files, so the old store moves away first.
+        if output.exists():
+            output.rename(replaced)
+        folder.rename(output)
+    except BaseException:
+        if replaced.exists() and not output.exists():
+            replaced.rename(output)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _remove(folder: Path) -> None:
+    """Removes what a killed run left in a folder, if it exists.
+
+    Raises:
+        ValueError: the folder has other files than those of a store.
+    """
+    if not folder.exists():
+        return
+    foreign = sorted({file.name.removesuffix(".new") for file in folder.iterdir()} - FILES)
+    if foreign:
+        raise ValueError(f"{folder} was not made by `armillary-data prepare`: it has {foreign[0]}; move it away")
+    (folder / HEADER).unlink(missing_ok=True)  # first, because a store with missing files must not look like one
+    shutil.rmtree(folder)
+
+
+class StoreWriter:
+    """Appends parts to the files of a store; `finish` writes its header.
+
+    Args:
+        folder: an empty folder.
+        dtype: dtype of the tokens on disk.
+    """
+
+    def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
+        self.folder, self._dtype = folder, dtype.newbyteorder("<")
+        self.tokens, self.documents = 0, 0
+        self._files = {name: BlockFile(folder / name) for name in (TOKENS, DOCUMENTS, HASHES)}
+        self._files[DOCUMENTS].add(np.zeros(1, "<i8"))  # the first document starts at token 0
+
+    def add(self, part: Part) -> None:
+        # Boundaries count over the store: `self.tokens` tokens come before this part.
+        ends = self.tokens + np.cumsum(part.lengths)
+        self._files[TOKENS].add(part.tokens.astype(self._dtype, copy=False))
+        self._files[DOCUMENTS].add(ends.astype("<i8", copy=False))
+        self._files[HASHES].add(part.hashes.astype("<u8", copy=False))
+        self.tokens, self.documents = self.tokens + len(part.tokens), self.documents + len(part.lengths)
+
+    def finish(self, vocabulary: Vocabulary, summary: dict[str, Any]) -> Header:
+        """Flushes the files to disk, then writes the header."""
+        for file in self._files.values():
+            file.sync()
+        checksums = {name: file.checksums for name, file in self._files.items()}
+        dtype_name = self._dtype.newbyteorder("=").name  # without the byte order, as "uint16"
+        header = Header(dtype_name, self.tokens, self.documents, vocabulary, checksums, summary)
+        header.write(self.folder)
+        return header
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+class BlockFile:
+    """A new file with a CRC-32 of every `BLOCK` bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.checksums, self._size = list[int](), 0
+        self._file = path.open("wb", buffering=0)
+
+    def add(self, array: npt.NDArray[Any]) -> None:
+        """Appends the bytes of an array."""
+        data = array.view(np.uint8).data
+        while data:
+            # Writes at most to the end of the block, so that each write belongs to one checksum.
+            written_bytes = self._file.write(data[: BLOCK - self._size % BLOCK])
+            if self._size % BLOCK == 0:
+                self.checksums.append(0)
+            self.checksums[-1] = crc32(data[:written_bytes], self.checksums[-1])
+            self._size, data = self._size + written_bytes, data[written_bytes:]
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()

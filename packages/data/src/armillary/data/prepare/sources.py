@@ -5,26 +5,98 @@ Worker processes read chunks independently of each other. The chunks and their o
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import get_args
+from typing import IO, Any, cast
 
-from armillary.core.files import file_size, open_file
-from armillary.data.formats.arrow import is_single_dataset
-from armillary.data.prepare.chunking import Format, cut_text, cutter_of
-from armillary.data.prepare.readers import File, InputChunk, Invalid
+from armillary.core.files import file_size, open_file, read_file
+from armillary.data.formats.arrow import is_single_dataset, load_dataset
+from armillary.data.optional import optional
 from armillary.data.text.corpus import Document, binary, is_visible, walk
 
+FORMATS = ("auto", "text", "jsonl", "parquet")
+REMOVED = {
+    "trees": "build trees of token sequences with `armillary.data.prefix_tree`, or save tokens and labels with "
+    "`datasets`"
+}
+"""Formats of earlier releases, and what replaces them."""
 SNIFFED_BYTES = 2**20
 """Bytes at the beginning of a file that are read to decide if it is text."""
+ROWS = 64
+"""Table rows per read: few, because each may be a long document."""
 _ACCEPTED = "give a file of text, JSONL or Parquet, or a folder with such files in it"
 
 
+@dataclass(frozen=True)
+class Invalid:
+    """A record or file that is not a document. The caller skips or refuses it.
+
+    Args:
+        name: name of the document that it would be.
+        reason: why it is not a document.
+        binary: True for a binary file in a folder, which is always skipped.
+    """
+
+    name: str
+    reason: str
+    binary: bool = False
+
+
+@dataclass(frozen=True)
+class File:
+    """An input file, or the folder of a saved dataset.
+
+    Args:
+        name: prefix of the names of its documents.
+        bytes: size on disk.
+        chosen: True if the user named the file itself, and not a folder that contains it. Then it is read even if it
+            seems to be binary.
+    """
+
+    path: Path
+    name: str
+    bytes: int
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class InputChunk:
+    """A part of the input, small enough for one task of a worker process. Can be pickled.
+
+    Args:
+        read: reader of the file format, one of the functions below.
+        files: one file, or several text files with one document each.
+        start, stop: range of a single file: bytes of JSONL, row groups of Parquet, rows of a saved dataset.
+        bytes: approximate size of the text; for a .gz file its compressed size.
+        text_field: field or column with the text.
+    """
+
+    read: Callable[[InputChunk], Iterator[Document | Invalid]]
+    files: tuple[File, ...]
+    start: int
+    stop: int
+    bytes: int
+    text_field: str
+
+    @property
+    def path(self) -> Path:
+        """Path of the first file."""
+        return self.files[0].path
+
+    @property
+    def name(self) -> str:
+        """Name of the first file."""
+        return self.files[0].name
+
+
 def chunks(
-    inputs: Sequence[Path], *, format: Format = "auto", text_field: str = "text", size: int = 8 << 20
+    inputs: Sequence[Path], *, format: str = "auto", text_field: str = "text", size: int = 8 << 20
 ) -> list[InputChunk]:
     """Cuts the input into chunks of about `size` bytes of text each, in order.
 
@@ -42,7 +114,7 @@ def chunks(
 
     Args:
         format: "auto", or the format of all files, whatever their suffixes; the files of a saved dataset are then read
-            in this format too. "trees" is JSONL with a tree per line (`tree_records`).
+            in this format too.
         text_field: field of JSONL objects, or column of a table, with the text of a document.
 
     Raises:
@@ -53,17 +125,19 @@ def chunks(
     """
     if not inputs:
         raise ValueError(f"there are no inputs; {_ACCEPTED}")
-    if format not in get_args(Format):
-        raise ValueError(f"format={format!r} is not one of {', '.join(map(repr, get_args(Format)))}")
+    if format in REMOVED:
+        raise ValueError(f"format={format!r} is no longer read: {REMOVED[format]}")
+    if format not in FORMATS:
+        raise ValueError(f"format={format!r} is not one of {', '.join(map(repr, FORMATS))}")
     if size < 1:
         raise ValueError(f"size must be at least 1 byte; got {size}")
     files_of_inputs = [_files(path, format) for path in inputs]
     _check_unique(files_of_inputs)
     files = (file for group in files_of_inputs for file in group)
-    field, input_chunks = None if format == "trees" else text_field, list[InputChunk]()
+    input_chunks = list[InputChunk]()
     # `groupby` without sorting: only consecutive files share a chunk, so that documents stay in the order of the files.
-    for cutter, group in groupby(files, key=lambda file: cutter_of(file, format)):
-        input_chunks += cutter(list(group), field, size)
+    for cut, group in groupby(files, key=lambda file: _cutter_of(file, format)):
+        input_chunks += cut(list(group), text_field, size)
     if not input_chunks:
         raise ValueError(f"{', '.join(map(str, inputs))} holds no text; {_ACCEPTED}")
     return input_chunks
@@ -73,7 +147,7 @@ def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Reads the documents of a chunk in order, named like `a.txt`, `a.jsonl:byte 1234` or `a.parquet:row 17`.
 
     Yields `Invalid` for a record or file that is not a document: JSON that does not parse, a field that is missing or
-    no string, an invalid tree, a binary file in a folder. Documents may be empty.
+    no string, a binary file in a folder. Documents may be empty.
 
     Raises:
         ValueError: a file cannot be read.
@@ -96,11 +170,15 @@ def fingerprint(chunks: Sequence[InputChunk]) -> str:
             stamps = [(file.name, _stamps(file.path)) for file in chunk.files]
         except OSError as error:
             raise _unreadable(chunk.path, error) from error
+        # The names of readers are part of it: if one is renamed, earlier stores of the same input are not recognized.
         digest.update(repr((chunk.read.__name__, chunk.start, chunk.stop, chunk.text_field, stamps)).encode())
     return digest.hexdigest()
 
 
-def _files(path: Path, format: Format) -> list[File]:
+# -- files of an input ------------------------------------------------------------------------------------------------
+
+
+def _files(path: Path, format: str) -> list[File]:
     """Returns the files of one input, without empty files. A saved dataset counts as one file."""
     try:
         if not path.is_dir():
@@ -130,9 +208,9 @@ def _file(path: Path, name: str, *, chosen: bool) -> File:
     return File(path, name, file_size(path), chosen)
 
 
-def _check_text(file: File, format: Format) -> None:
+def _check_text(file: File, format: str) -> None:
     """Raises ValueError for a binary file that the user named itself, unless the user has also given its format."""
-    if format == "auto" and cutter_of(file, format) is cut_text:
+    if format == "auto" and _cutter_of(file, format) is cut_text:
         with open_file(file.path) as text_file:
             reason = binary(text_file.read(SNIFFED_BYTES))
         if reason is not None:
@@ -162,3 +240,200 @@ def _unreadable(path: Path, error: Exception) -> ValueError:
     """Returns an error that names the unreadable file: the `filename` of `error` if it has one, else `path`."""
     file, reason = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
     return ValueError(f"{file} cannot be read ({reason}); {_ACCEPTED}")
+
+
+# -- formats: a function that cuts files of the format into chunks, and one that reads a chunk -------------------------
+
+
+def _cutter_of(file: File, format: str) -> Callable[[Sequence[File], str, int], Iterator[InputChunk]]:
+    """Returns the function that cuts a file into chunks; with format "auto" its suffix selects it.
+
+    Raises:
+        ValueError: a .zst file, which cannot be decompressed here, unless the format is "text".
+    """
+    name = file.path.name.lower()
+    if file.path.is_dir():
+        return cut_dataset
+    if name.endswith(".zst") and format != "text":
+        raise ValueError(f"{file.path} is compressed with zstd; decompress it (zstd -d), or use gzip")
+    if format == "parquet" or (format == "auto" and name.endswith(".parquet")):
+        return cut_parquet
+    if format == "jsonl" or (format == "auto" and name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))):
+        return cut_jsonl
+    return cut_text
+
+
+def cut_text(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
+    """Packs consecutive files into chunks of at most `size` bytes; a larger file is one chunk."""
+    for indices in _pack([file.bytes for file in files], size):
+        members = tuple(files[indices.start : indices.stop])
+        yield InputChunk(read_text, members, 0, len(members), sum(file.bytes for file in members), field)
+
+
+def read_text(chunk: InputChunk) -> Iterator[Document | Invalid]:
+    """Reads each text file as one document, in bytes."""
+    for file in chunk.files:
+        text = read_file(file.path, None)
+        if not file.chosen and (reason := binary(text)) is not None:
+            yield Invalid(file.name, f"taken as binary, since {reason}", binary=True)
+        else:
+            yield Document(file.name, text)
+
+
+def cut_jsonl(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
+    """Cuts files into ranges of at most `size` bytes, which may begin inside a line: see `read_jsonl`."""
+    for file in files:
+        if file.path.name.lower().endswith(".gz"):  # can only be read from its beginning
+            yield InputChunk(read_gzip_jsonl, (file,), 0, file.bytes, file.bytes, field)
+            continue
+        for start in range(0, file.bytes, size):
+            stop = min(start + size, file.bytes)
+            yield InputChunk(read_jsonl, (file,), start, stop, stop - start, field)
+
+
+def read_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
+    """Reads the lines that start in the chunk, so that each line belongs to exactly one chunk."""
+    with open_file(chunk.path) as file:
+        if chunk.start:
+            # Skips the rest of a line that started in the previous chunk. Reading starts one byte before the chunk: if
+            # this byte is a line break, a line starts with the chunk and nothing is skipped. Reading stops at the end
+            # of the chunk: if there was no line break until then, no line starts in the chunk.
+            file.seek(chunk.start - 1)
+            if not file.readline(chunk.stop - chunk.start).endswith(b"\n"):
+                return
+        yield from _read_lines(file, chunk, file.tell(), chunk.stop)
+
+
+def read_gzip_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
+    """Reads all lines of a .gz file. The byte in a document's name counts uncompressed bytes."""
+    with open_file(chunk.path) as compressed, gzip.open(compressed, "rb") as file:
+        yield from _read_lines(cast(IO[bytes], file), chunk, 0, None)
+
+
+def _read_lines(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None) -> Iterator[Document | Invalid]:
+    """Reads the lines that start in bytes `start` to `stop - 1`, or up to the end of the file if `stop` is None.
+
+    `file` is at byte `start`.
+    """
+    while (stop is None or start < stop) and (line := file.readline()):
+        if line.strip():
+            yield _parse_line(f"{chunk.name}:byte {start}", line, chunk.text_field)
+        start += len(line)
+
+
+def _parse_line(name: str, line: bytes, field: str) -> Document | Invalid:
+    """Returns the document of a line of JSON: the text of its `field`."""
+    try:
+        # `json.loads` of bytes would guess the encoding. utf-8-sig drops the byte order mark that some editors write.
+        record: object = json.loads(line.decode("utf-8-sig"))
+        if not isinstance(record, dict):
+            raise ValueError(f"the line is a {type(record).__name__}; give an object with a field {field!r}")
+        fields = cast(dict[str, object], record)
+        if field not in fields:
+            raise ValueError(f"there is no field {field!r}; the fields are {', '.join(map(repr, fields)) or 'none'}")
+        text = fields[field]
+        if not isinstance(text, str):
+            raise ValueError(f"field {field!r} is {'null' if text is None else type(text).__name__}; give a string")
+        # `encode` raises for half of a surrogate pair (the escape \ud800): such a record is invalid too.
+        return Document(name, text.encode())
+    except (ValueError, RecursionError) as error:
+        return Invalid(name, str(error))
+
+
+def cut_parquet(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
+    """Packs consecutive row groups into chunks.
+
+    Raises:
+        ValueError: a file is not Parquet, or has no column of strings named `field`.
+    """
+    for file in files:
+        try:
+            parquet = optional("pyarrow.parquet", "parquet").ParquetFile(file.path)
+        except ValueError as error:
+            raise ValueError(f"{file.path} cannot be read as Parquet ({error})") from error
+        with parquet:
+            _check_column(file.path, field, parquet.schema_arrow)
+            row_groups = [parquet.metadata.row_group(index) for index in range(parquet.metadata.num_row_groups)]
+        if not any(group.num_rows for group in row_groups):
+            continue
+        # The size of a row group counts only the column with the text, because other columns are not read.
+        sizes: list[int] = []
+        for group in row_groups:
+            columns = map(group.column, range(group.num_columns))
+            sizes.append(sum(column.total_uncompressed_size for column in columns if column.path_in_schema == field))
+        for indices in _pack(sizes, size):
+            chunk_size = sum(sizes[indices.start : indices.stop])
+            yield InputChunk(read_parquet, (file,), indices.start, indices.stop, chunk_size, field)
+
+
+def read_parquet(chunk: InputChunk) -> Iterator[Document | Invalid]:
+    """Reads the rows of a range of row groups. The row in a document's name counts from the beginning of the file."""
+    with optional("pyarrow.parquet", "parquet").ParquetFile(chunk.path) as file:
+        first_row = sum(file.metadata.row_group(group).num_rows for group in range(chunk.start))
+        groups = range(chunk.start, chunk.stop)
+        batches = file.iter_batches(ROWS, row_groups=groups, columns=[chunk.text_field])
+        yield from _read_columns(chunk.name, first_row, (batch.column(0) for batch in batches))
+
+
+def cut_dataset(folders: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
+    """Cuts saved datasets into ranges of rows, as if all rows had the same size.
+
+    Raises:
+        ValueError: a dataset has no column of strings named `field`.
+    """
+    for folder in folders:
+        dataset = load_dataset(folder.path)
+        _check_column(folder.path, field, dataset.data.schema)
+        rows, total = len(dataset), dataset.data.column(field).nbytes
+        step = max(1, rows * size // max(total, 1))  # rows per chunk, from the mean size of a row
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            # A proportional share of the bytes; the differences of rounded totals add up to `total`.
+            chunk_bytes = total * stop // rows - total * start // rows
+            yield InputChunk(read_dataset, (folder,), start, stop, chunk_bytes, field)
+
+
+def read_dataset(chunk: InputChunk) -> Iterator[Document | Invalid]:
+    """Reads a range of rows of a folder written by `datasets.Dataset.save_to_disk`."""
+    dataset = load_dataset(chunk.path).with_format("arrow")
+    starts = range(chunk.start, chunk.stop, ROWS)
+    tables = (dataset[start : min(start + ROWS, chunk.stop)] for start in starts)
+    yield from _read_columns(chunk.name, chunk.start, (table.column(chunk.text_field) for table in tables))
+
+
+def _check_column(path: Path, field: str, schema: Any) -> None:
+    """Raises ValueError unless an Arrow schema has a column `field` of strings."""
+    types = optional("pyarrow", "parquet").types
+    column_types = {name: schema.field(name).type for name in schema.names}
+    # A dictionary-encoded column has the type of its values.
+    values = {name: kind.value_type if types.is_dictionary(kind) else kind for name, kind in column_types.items()}
+    text_columns = [name for name, kind in values.items() if str(kind) in ("string", "large_string", "string_view")]
+    choices = f"its columns of strings are: {', '.join(text_columns) or 'none'}"
+    if field not in column_types:
+        raise ValueError(f"{path} has no column {field!r}; {choices}")
+    if field not in text_columns:
+        raise ValueError(f"{path}: column {field!r} is of type {column_types[field]}; {choices}")
+
+
+def _read_columns(name: str, first: int, columns: Iterable[Any]) -> Iterator[Document | Invalid]:
+    """Yields the strings of Arrow columns as documents, named by rows counted from `first`."""
+    arrow = optional("pyarrow", "parquet")
+    # As bytes: Arrow does not guarantee that strings are valid UTF-8, and `as_py` of a string raises if they are not.
+    texts = (text for column in columns for text in column.cast(arrow.large_string()).cast(arrow.large_binary()))
+    for row, text in enumerate(texts, start=first):
+        if text.is_valid:
+            yield Document(f"{name}:row {row}", text.as_py())
+        else:
+            yield Invalid(f"{name}:row {row}", "the text is null")
+
+
+def _pack(sizes: Sequence[int], limit: int) -> Iterator[range]:
+    """Packs consecutive items into ranges with a total size of at most `limit`; a larger item is one range."""
+    start, total = 0, 0
+    for index, size in enumerate(sizes):
+        if total + size > limit and index > start:
+            yield range(start, index)
+            start, total = index, 0
+        total += size
+    if start < len(sizes):
+        yield range(start, len(sizes))

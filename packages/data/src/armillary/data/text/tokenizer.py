@@ -1,4 +1,4 @@
-"""`TextTokenizer`: a tokenizer defined by a tokenizer.json of the `tokenizers` library. `train_bpe` trains one."""
+"""`TextTokenizer`: a tokenizer of the `tokenizers` library, read from a tokenizer.json. `train_bpe` trains one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,12 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from armillary.core.files import read_file
+from armillary.core.files import parse_object, read_file, read_json
 from armillary.data.optional import optional
 from armillary.data.text.byte_tokenizer import check_tokens
-from armillary.data.text.splitting import Tokens, split_text
-from armillary.data.text.tokenizer_json import BEGIN, build, check_name, choose_end, parse_definition, read_name
 
+Tokens = NDArray[np.unsignedinteger[Any]]
+
+BEGIN = "begin_of_document"
+"""Entry of a store's tokenizer_config.json: the name of the token before each document."""
+_ENDS = ("<|endoftext|>", "<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "[EOS]", "<｜end▁of▁sentence｜>")  # noqa: RUF001
+"""Names of the end of document in published tokenizers. [SEP] is not one: it also occurs within documents."""
 TRAINED_END = "<|endoftext|>"
 """End-of-document token of `train_bpe`."""
 MAX_VOCAB_SIZE = 2**24
@@ -43,10 +46,9 @@ class TextTokenizer:
         end_of_document: name of the token after each document; by default a usual name that the vocabulary has, such as
             "<|endoftext|>".
         begin_of_document: name of a token before each text; by default none.
-        part_size: texts with more characters are encoded in parts, at cuts that do not change their tokens.
 
     Raises:
-        ValueError: not a tokenizer.json, a name that is not in the vocabulary, or part_size below 1.
+        ValueError: not a tokenizer.json, or a name that is not in the vocabulary.
         ImportError: the `tokenizers` library is not installed.
     """
 
@@ -56,12 +58,9 @@ class TextTokenizer:
         *,
         end_of_document: str | None = None,
         begin_of_document: str | None = None,
-        part_size: int = 1 << 18,
     ) -> None:
-        if part_size < 1:
-            raise ValueError(f"part_size must be at least 1 character; got {part_size}")
         settings = parse_definition(definition)
-        self.definition, self._part_size = definition, part_size
+        self.definition = definition
         self.end_name, self.begin_name = choose_end(settings, end_of_document), begin_of_document
         names = [self.end_name]
         if begin_of_document is not None:
@@ -72,7 +71,6 @@ class TextTokenizer:
         self._begin = [cast(int, self._inner.token_to_id(name)) for name in names[1:]]
         self._dtype = np.dtype(np.min_scalar_type(self.vocab_size - 1))
         added_tokens = cast(dict[int, Any], self._inner.get_added_tokens_decoder())
-        self._special_names = sorted(token.content for token in added_tokens.values() if token.special)
         special_tokens = [token_id for token_id, token in added_tokens.items() if token.special]
         self._is_special = self._special_mask([*special_tokens, self.end_of_document, *self._begin], settings["model"])
 
@@ -117,7 +115,7 @@ class TextTokenizer:
     def __reduce__(self) -> tuple[Any, ...]:
         names = {"end_of_document": self.end_name, "begin_of_document": self.begin_name}
         # A partial, because the other arguments of the constructor are keywords.
-        return partial(type(self), part_size=self._part_size, **names), (self.definition,)
+        return partial(type(self), **names), (self.definition,)
 
     @property
     def identity(self) -> str:
@@ -138,31 +136,17 @@ class TextTokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
         """Encodes several texts at once, as `encode`. Returns an array [T] of uint8, uint16 or uint32 for each text."""
-        parts_by_text = [
-            split_text(text, self._part_size, lambda part: next(self._encode_parts([part]))) for text in texts
-        ]
-        # Parts of all texts are encoded in common batches; then each text takes as many results as it has parts.
-        tokens = self._encode_parts([part for parts in parts_by_text for part in parts])
-        begin = np.array(self._begin, self._dtype)
-        return [np.concatenate([begin, *islice(tokens, len(parts))]) for parts in parts_by_text]
-
-    def encode_template(self, texts: Sequence[str]) -> list[Tokens]:
-        """Encodes texts of a chat template: names of special tokens become these tokens, and no begin is added."""
-        if not texts:  # saves the seconds that building the second tokenizer takes
-            return []
-        encodings = self._template_tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.fromiter(text.ids, self._dtype) for text in encodings]
-
-    @cached_property
-    def _template_tokenizer(self) -> Any:
-        """A tokenizer of the same definition that reads the names of special tokens as these tokens."""
-        tokenizer = build(parse_definition(self.definition), [self.end_name])
-        tokenizer.encode_special_tokens = False
-        return tokenizer
-
-    def special_in(self, text: str) -> str | None:
-        """Returns the name of a special token that the text contains, or None."""
-        return next((name for name in self._special_names if name in text), None)
+        begin, token_arrays = np.array(self._begin, self._dtype), list[Tokens]()
+        for start in range(0, len(texts), _BATCH):
+            try:
+                encodings = self._inner.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=False)
+            except TypeError as error:
+                raise ValueError(f"{error}; UTF-8 cannot encode half of a surrogate pair") from error
+            for text in encodings:
+                tokens = np.fromiter(text.ids, self._dtype)
+                tokens = self._spell_specials(tokens) if self._is_special[tokens].any() else tokens
+                token_arrays.append(np.concatenate([begin, tokens]))
+        return token_arrays
 
     @property
     def begin_ids(self) -> tuple[int, ...]:
@@ -178,17 +162,6 @@ class TextTokenizer:
         values = cast(list[int], tokens.tolist())
         check_tokens(values, self.vocab_size)
         return self._inner.decode(values, skip_special_tokens=False)
-
-    def _encode_parts(self, texts: Sequence[str]) -> Iterator[Tokens]:
-        """Yields the tokens of each text, without a begin of document."""
-        for start in range(0, len(texts), _BATCH):
-            try:
-                encodings = self._inner.encode_batch_fast(texts[start : start + _BATCH], add_special_tokens=False)
-            except TypeError as error:
-                raise ValueError(f"{error}; UTF-8 cannot encode half of a surrogate pair") from error
-            for text in encodings:
-                tokens = np.fromiter(text.ids, self._dtype)
-                yield self._spell_specials(tokens) if self._is_special[tokens].any() else tokens
 
     def _spell_specials(self, tokens: Tokens) -> Tokens:
         """Replaces special tokens by the tokens of their names as ordinary text."""
@@ -213,6 +186,117 @@ def decode_utf8(text: bytes) -> tuple[str, bool]:
         return text.decode(), False
     except UnicodeDecodeError:
         return text.decode(errors="replace"), True
+
+
+def parse_definition(definition: bytes) -> dict[str, Any]:
+    """Parses a tokenizer.json.
+
+    Raises:
+        ValueError: the content is not that of a tokenizer.json.
+    """
+    try:
+        fields = parse_object(definition)
+    except ValueError as error:
+        raise ValueError(f"this is not a tokenizer.json ({error})") from error
+    if not isinstance(fields.get("model"), dict) or "vocab" not in fields["model"]:
+        raise ValueError("this is not a tokenizer.json: it has no model with a vocabulary")
+    try:
+        # Reads every field that later functions read, so that they cannot fail.
+        _vocabulary(fields)
+        _special_tokens(fields)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ValueError("this is not a tokenizer.json: its vocabulary or added tokens have another form") from error
+    return fields
+
+
+def choose_end(settings: dict[str, Any], end: str | None) -> str:
+    """Returns the name of the end of document: `end`, or the first of the usual names that the vocabulary has.
+
+    Raises:
+        ValueError: the vocabulary has no such token.
+    """
+    if end is not None:
+        return check_name(settings, "end_of_document", end)
+    vocabulary = _vocabulary(settings)
+    names = [name for name in _ENDS if name in vocabulary]
+    if not names:
+        raise ValueError(
+            f"no token has a usual name for an end of document; give end_of_document, {_special_tokens(settings)}"
+        )
+    return names[0]
+
+
+def check_name(settings: dict[str, Any], argument: str, name: str) -> str:
+    """Returns `name`, if it is the name of a token.
+
+    Raises:
+        ValueError: the vocabulary has no such token; the message names `argument`.
+    """
+    if name not in _vocabulary(settings):
+        raise ValueError(f"{argument}={name!r} is not a token of the vocabulary; give {_special_tokens(settings)}")
+    return name
+
+
+def build(settings: dict[str, Any], special: list[str]) -> Any:
+    """Builds a `tokenizers.Tokenizer` that reads names of special tokens as ordinary text.
+
+    Args:
+        special: names of tokens that count as special, in addition to those that the definition marks.
+
+    Raises:
+        ValueError: the library cannot read the definition.
+        ImportError: the library is not installed.
+    """
+    # BPE dropout would make encoding random.
+    model = {**settings["model"], **({"dropout": None} if settings["model"].get("dropout") else {})}
+    # `encode_special_tokens` below has an effect only on tokens that are marked as special.
+    added_tokens = [
+        {**token, "special": token["special"] or token["content"] in special} for token in _added_tokens(settings)
+    ]
+    library = optional("tokenizers", "tokenizers")
+    try:
+        tokenizer = library.Tokenizer.from_str(json.dumps({**settings, "model": model, "added_tokens": added_tokens}))
+    except Exception as error:  # the library raises plain exceptions
+        raise ValueError(f"tokenizers {library.__version__} cannot read this tokenizer.json ({error})") from error
+    tokenizer.encode_special_tokens = True
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def read_name(file: Path, key: str) -> str | None:
+    """Returns the name of a token in a tokenizer_config.json; None without the key or the file.
+
+    Raises:
+        ValueError: the file cannot be read, or is not a tokenizer_config.json.
+    """
+    if not file.exists():
+        return None
+    token: Any = read_json(file).get(key)
+    name = token.get("content") if isinstance(token, dict) else token
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"{file}: {key}={name!r} is not the name of a token")
+    return name
+
+
+def _added_tokens(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the tokens added to the model's vocabulary, special or not, each with "content" and "special"."""
+    return cast(list[dict[str, Any]], settings.get("added_tokens") or [])
+
+
+def _vocabulary(settings: dict[str, Any]) -> set[str]:
+    """Returns the names of all tokens."""
+    # Unigram models have pairs of a name and its score.
+    words: dict[str, int] | list[tuple[str, float]] = settings["model"]["vocab"]
+    names = words if isinstance(words, dict) else (name for name, _ in words)
+    return {*names, *(token["content"] for token in _added_tokens(settings))}
+
+
+def _special_tokens(settings: dict[str, Any]) -> str:
+    """Returns the names of at most 16 special tokens as a phrase for messages: "one of ..."."""
+    names = [repr(token["content"]) for token in _added_tokens(settings) if token["special"]]
+    suffix = f" and {len(names) - 16} more" if len(names) > 16 else ""
+    return f"one of {', '.join(names[:16])}{suffix}" if names else "the name of a token (it has no special ones)"
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> TextTokenizer:
