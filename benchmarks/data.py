@@ -34,8 +34,8 @@ from armillary.core import SequenceLayout, attention_balance
 from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus
 from armillary.data.console.quantity import count_argument
 from armillary.data.prepare import Preparation, prepare
-from armillary.data.prepare.resume import begin
-from armillary.data.prepare.writer import Part, StoreWriter
+from armillary.data.prepare.encode import Part
+from armillary.data.prepare.run import StoreWriter
 from armillary.data.text.tokenizer import decode_utf8, train_bpe
 
 COPIES = 6
@@ -201,9 +201,9 @@ def random_store(path: Path, tokens: int) -> TokenStore:
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), tokens)) + 1]
     data = rng.integers(0, 256, int(lengths.sum()), np.uint16)
     data[np.cumsum(lengths) - 1] = 256
-    begin(path, "random", start_over=True)
+    path.mkdir()
     with StoreWriter(path, np.dtype(np.uint16)) as writer:
-        writer.add(Part(data, lengths, rng.integers(0, 2**63, len(lengths)).astype(np.uint64)), {})
+        writer.add(Part(data, lengths, rng.integers(0, 2**63, len(lengths)).astype(np.uint64)))
         writer.finish(Vocabulary.of(ByteTokenizer()), {})
     return open_store(path)
 

@@ -99,7 +99,7 @@ def test_a_column_of_labels_replaces_the_next_tokens(tmp_path):
         shards = [rows.batch(number) for rows in every_shard(store, layout, packing=one_per_row)]
         assert layout.join([shard.labels for shard in shards]).equal(batch.labels)
     assert store.select(store.lengths == 3).read_labels(0, 1, 3).tolist() == [6, -100]
-    with pytest.raises(ValueError, match="token 1 of document 2 .* is 6, outside of the vocabulary of 5"):
+    with pytest.raises(ValueError, match=r"token 1 of document 2 .* is 6, outside of the vocabulary of 5"):
         store.with_vocabulary(5).read_labels(2, 1, 3)
     with_scalars = datasets.Dataset.from_dict({"input_ids": tokens, "labels": [0, 1, 0, 1]})
     with_scalars.save_to_disk(tmp_path / "classes")  # the class of a row is not the label of a token

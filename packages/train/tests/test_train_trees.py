@@ -1,6 +1,5 @@
 """Prompts with several completions, trained as trees: loss and gradients equal those of separate sequences."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -8,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from armillary.core import SequenceLayout
 from armillary.core.testing import relative_error
-from armillary.data import open_store
-from armillary.data.prepare import Preparation
-from armillary.data.prepare import prepare as prepare_store
+from armillary.data import Batches, prefix_tree, tree_batch
 from armillary.models import initialize
 from armillary.models.initialize import meta_model
 from armillary.train import (
@@ -27,42 +25,52 @@ from armillary.train import (
 )
 from armillary.train.bad_steps import bad_rows
 from armillary.train.config.model_sizes import model_config
+from armillary.train.run import batch_mask
 from armillary.train.step import backward, sum_over_ranks
 from armillary.train.validation import validate
 
-LENGTH, END = 40, 256
-LINES = [
-    {"prompt": "2 + 2 =", "completions": [" 4", {"text": " five", "weight": 0.5}, " 4"]},
-    {"prompt": "who?", "train": True, "completions": ["me", "you"]},
-    {"text": "a", "children": [{"text": "bc", "children": [{"text": "d"}, {"text": "ef"}]}, {"text": "g"}]},
-    {"text": "a plain document"},
-    {"prompt": "xy", "completions": ["z" * n for n in range(1, 9)]},
-    {"prompt": "one prompt that is longer", "completions": ["yes", "no"]},
-    {"prompt": "q", "completions": [{"text": "r", "children": ["s", "t"]}, "u"]},
+LENGTH = 40
+ROWS = [
+    [([5, 6, 7, 8], [1, 256], 1.0), ([5, 6, 7, 8], [1, 2, 3, 256], 0.5), ([5, 6, 7, 8], [9, 256], 1.0)],
+    [([], [3, 3, 4, 256], 1.0), ([], [3, 3, 5, 6, 256], 1.0), ([8], [2, 256], 2.0)],
+    [([1, 2], [30] * n + [256], 1.0) for n in range(1, 7)],
+    [(list(range(100, 125)), [7, 8, 256], 1.0), (list(range(100, 125)), [9, 256], 1.0)],
 ]
+"""Trees of a global batch: (prompt, completion, weight) of each sequence. Prompts have no labels."""
 MESHES = ({"ring": 4}, {"ulysses": 4}, {"ring": 2, "ulysses": 2}, {"replicate": 2, "tp": 2}, {"ring": 2, "tp": 2})
 
 
-def sequences(node, before=(), trained=()):
-    """Returns (tokens, label flags, weight) of each sequence of a line."""
-    kind = next(name for name in ("prompt", "text") if name in node)
-    text, train = list(node[kind].encode()), node.get("train", kind != "prompt")
-    children = node.get("completions", node.get("children", []))
-    tokens, trained = (*before, *text), (*trained, *[train] * len(text))
-    if not children:
-        return [((*tokens, END), (*trained, train), node.get("weight", 1.0))]
-    each = ({"text": child} if isinstance(child, str) else child for child in children)
-    return [actual for child in each for actual in sequences(child, tokens, trained)]
+class TreeRows(Batches):
+    """Rows that a loader of one's own makes of token sequences."""
+
+    def __init__(self, of: Batches, balanced: bool = False) -> None:
+        self.balanced = balanced
+        super().__init__(of._layout, of._shard, of._rows_per_batch, of._replica, of._replicas, 0, {})
+
+    def _make_batch(self, rows):
+        trees = []
+        for row in rows:
+            prompts, completions, weights = zip(*ROWS[row % len(ROWS)], strict=True)
+            pairs = list(zip(prompts, completions, strict=True))
+            trained = [[False] * len(prompt) + [True] * len(completion) for prompt, completion in pairs]
+            trees.append(prefix_tree([prompt + end for prompt, end in pairs], trained=trained, weights=weights))
+        batch = tree_batch(trees, self._layout, self._shard)
+        mask = batch_mask(batch.documents, batch.parents, True)
+        layout = SequenceLayout.balanced(LENGTH, self._layout.shards, mask=mask) if self.balanced else self._layout
+        return replace(tree_batch(trees, layout, self._shard), rows=rows)
+
+    def describe(self, row):
+        return f"tree {row}"
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Config:
-    folder = tmp_path_factory.mktemp("trees")
-    (folder / "trees.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    prepare_store(Preparation([folder / "trees.jsonl"], folder / "store", format="trees"), workers=1)
+    folder = tmp_path_factory.mktemp("text")
+    for name in "ab":
+        (folder / name).write_text("text of the run that the trees replace " * 9)
     return Config(
         model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=4, hidden_dim=48),
-        data=DataConfig(path=(folder / "store",), sequence_length=LENGTH, global_batch_size=4, packing="best_fit"),
+        data=DataConfig(path=(folder,), sequence_length=LENGTH, global_batch_size=4),
         optimizer=OptimizerConfig(warmup_steps=1),
         validation=ValidationConfig(batches=1),
         train=TrainConfig(steps=2, device="cpu", precision="float64", output=tmp_path_factory.mktemp("out")),
@@ -71,18 +79,14 @@ def config(tmp_path_factory) -> Config:
 
 def separate(config: Config) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss and gradients of separate training sequences on one device."""
-    sizes = model_config(config.model, 257, LENGTH)
-    model = meta_model(sizes).to_empty(device="cpu").double()
+    model = meta_model(model_config(config.model, 257, LENGTH)).to_empty(device="cpu").double()
     initialize(model, config.train.seed)
-    store = open_store(config.data.path[0])
-    training = store.split(config.data.validation_fraction)[0].starts.tolist()
-    lines = [LINES[store.starts.tolist().index(start)] for start in training]
     total, weights = torch.zeros((), dtype=torch.float64), 0.0
-    for tokens, trained, weight in (actual for line in lines for actual in sequences(line)):
-        ids = torch.tensor(tokens)
+    for prompt, completion, weight in (sequence for row in ROWS for sequence in row):
+        ids = torch.tensor(prompt + completion)
         losses = F.cross_entropy(model(ids[None, :-1])[0], ids[1:], reduction="none")
-        each = weight * torch.tensor(trained[1:]).double()
-        total, weights = total + (losses * each).sum(), weights + each.sum().item()
+        first = max(len(prompt) - 1, 0)
+        total, weights = total + weight * losses[first:].sum(), weights + weight * len(losses[first:])
     loss = total / weights
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
@@ -92,7 +96,8 @@ def loss_of_first_batch(config: Config) -> tuple[torch.Tensor, dict[str, torch.T
     """Loss and gradients of the first global batch, over all ranks."""
     with process_group(config) as device:
         run = prepare(config, device)
-        assert run.training.rows_per_epoch == 4
+        run.training = TreeRows(run.training, config.data.layout == "balanced")
+        run.validation = TreeRows(run.validation)
         batches = [next(run.training) for _ in range(config.train.accumulation)]
         labelled = sum_over_ranks(run, sum(batch.labelled for batch in batches))
         loss = sum_over_ranks(run, torch.stack([backward(run, batch, labelled) for batch in batches]).sum())
@@ -126,9 +131,3 @@ def test_a_batch_of_trees_equals_separate_sequences(worlds, config):
     for rank in worlds(4).run(losses_of_first_batches, configs):
         for each, actual in zip(configs, rank, strict=True):
             assert error(actual, exact) < 1e-9, each.parallel
-
-
-def test_greedy_packing_is_refused_by_its_flag(config):
-    cut = replace(config, data=replace(config.data, packing="greedy"))
-    with pytest.raises(ValueError, match=r"--data.packing greedy"):
-        loss_of_first_batch(on_mesh(cut))
