@@ -285,8 +285,8 @@ def _new_folder(plan: Preparation, key: str) -> Generator[Path | None]:
     # 1. Clean up after killed runs.
     if is_folder(replaced) and not output.exists():
         replaced.rename(output)
-    _remove(replaced)
-    _remove(folder)
+    for remains in (replaced, folder):
+        _remove(remains)
     if output.exists() and not is_folder(output):
         raise ValueError(f"{output} exists and is not a token store; name another output, or move it away")
     if output.exists() and not plan.overwrite:
