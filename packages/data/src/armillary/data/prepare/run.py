@@ -43,7 +43,6 @@ from armillary.data.formats.folder import (
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, Part, cpu_count, map_in_order, tokenizer_in
 from armillary.data.prepare.sources import InputChunk, Invalid, chunks, documents, fingerprint
 from armillary.data.store import Vocabulary, token_dtype
-from armillary.data.text.byte_tokenizer import Tokenizer
 from armillary.data.text.tokenizer import BEGIN, TRAINED_END, TextTokenizer, check_vocab_size, decode_utf8, train_bpe
 
 TRAINING_BYTES = 2**28
@@ -148,12 +147,12 @@ def prepare(
                 write_file(folder / TOKENIZER, tokenizer.definition)
             # 4. Tokenize the chunks. They are written in the order of the input, so that a store does not depend on
             # workers.
-            vocabulary: Tokenizer = tokenizer_in(folder)
-            progress.step, counts = "encoding", progress.counts
-            with StoreWriter(folder, token_dtype(vocabulary.vocab_size)) as writer:
+            stored_tokenizer = tokenizer_in(folder)
+            progress.step = "encoding"
+            with StoreWriter(folder, token_dtype(stored_tokenizer.vocab_size)) as writer:
                 encoded_parts = map_in_order(Encoder(folder, plan.invalid), input_chunks, workers)
                 for size, (encoded_part, part_counts) in zip(sizes, encoded_parts, strict=True):
-                    counts.add(part_counts)
+                    progress.counts.add(part_counts)
                     writer.add(encoded_part)
                     progress.done_bytes, progress.tokens = progress.done_bytes + size, writer.tokens
                     report(progress)
@@ -162,8 +161,8 @@ def prepare(
                     raise ValueError("an input file has changed while it was read; run the same command again")
                 if not writer.documents:
                     raise ValueError(f"{', '.join(map(str, plan.inputs))}: no document contains text")
-                summary = {KEY: key, "begin_of_document": plan.begin_of_document, **asdict(counts)}
-                return writer.finish(Vocabulary.of(vocabulary), summary)
+                summary = {KEY: key, "begin_of_document": plan.begin_of_document, **asdict(progress.counts)}
+                return writer.finish(Vocabulary.of(stored_tokenizer), summary)
     except OSError as error:
         remedy = "nothing was kept; run the same command again"
         raise OSError(error.errno, f"{plan.output}: {error.strerror or error}; {remedy}") from error
