@@ -596,7 +596,6 @@ PREFERRED = [
     ((), replace(on_cuda(), **WINDOW), "cuda_flash"),
     ((), replace(on_cuda(), **DOCUMENTS), "cuda_flash"),
     ((3,), replace(on_cuda(), **DOCUMENTS), "flash_attn_3"),
-    ((), replace(on_cuda(), single=True), "cuda_flash"),
     ((), replace(on_cuda(dims=(192, 128)), **WINDOW), "efficient"),
     (ALL, on_cuda(capability=BLACKWELL), "flash_attn_4"),
     ((2, 3), on_cuda(capability=BLACKWELL), "cudnn"),

@@ -1,4 +1,4 @@
-"""`armillary-generate` equals transformers on any mesh, from checkpoints and from Hugging Face folders."""
+"""`armillary-generate` equals transformers on any number of ranks, from checkpoints and from Hugging Face folders."""
 
 import io
 import json
@@ -20,7 +20,6 @@ from armillary.train import (
     DataConfig,
     LogConfig,
     ModelConfig,
-    ParallelConfig,
     SaveConfig,
     TrainConfig,
     ValidationConfig,
@@ -37,11 +36,6 @@ from armillary.train.generate.command import Generate, read_generate
 PROMPTS = ("3", "5 17 9", "1 2 3 4 5 6 7", " ".join(str(7 * i % 60) for i in range(23)))
 """Prompts of 1, 3, 7 and 23 tokens: fewer than the ranks, and never a multiple of them."""
 NEW = 6
-MESHES = [
-    ParallelConfig(),
-    ParallelConfig(ring=4, ulysses=1, attention="ring"),
-    ParallelConfig(ring=2, ulysses=1, tp=2, attention="ring"),
-]
 
 
 @pytest.fixture(scope="module")
@@ -78,13 +72,13 @@ def run_requests(requests: list[Generate]) -> list[tuple[list[list[int]], str]]:
     return actual
 
 
-def test_generation_matches_transformers_on_any_mesh(worlds, folder):
+def test_generation_matches_transformers_on_any_ranks(worlds, folder):
     path, expected = folder
     lines = "".join(f"{p}{''.join(f' {i}' for i in ids)}\n" for p, ids in zip(PROMPTS, expected, strict=True))
     assert len({tuple(ids) for ids in expected}) == len(PROMPTS)
-    requests = [replace(request_for(path), parallel=parallel) for parallel in MESHES]
-    for ranks in (1, 4):
-        for rank, actual in enumerate(worlds(ranks).run(run_requests, requests if ranks > 1 else requests[:1])):
+    for ranks, tps in ((1, (1,)), (4, (1, 2))):
+        requests = [replace(request_for(path), tp=tp) for tp in tps]
+        for rank, actual in enumerate(worlds(ranks).run(run_requests, requests)):
             for tokens, output in actual:
                 assert tokens == expected and output == ("" if rank else lines)
 
@@ -158,8 +152,8 @@ def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
         ("run --prompt x --tokens 64q", "--tokens: '64q'"),
         ("run --prompt x --temperature -1", "temperature=-1.0"),
         ("run --prompt x --top-p 2", "top_p=2.0"),
-        ("run --prompt x --parallel.replicate 2", "--parallel.replicate 2: "),
-        ("run --prompt x --parallel.attention rong", "'rong'"),
+        ("run --prompt x --parallel.ring 2", "--parallel.ring: .*leave it out"),
+        ("run --prompt x --parallel.tp=2", "--parallel.tp: it is --tp"),
     ],
 )
 def test_invalid_requests_are_one_line(line, message, run_folder, folder, tmp_path, monkeypatch, capsys):
@@ -207,7 +201,7 @@ def test_model_errors_are_raised_on_all_ranks(worlds, folder, run_folder, tmp_pa
         replace(hub, prompt=("1 99",)),
         replace(hub, prompt=("one",)),
         replace(hub, prompt=(), prompt_file=Path("none.txt")),
-        replace(hub, parallel=ParallelConfig(ring=3)),
+        replace(hub, tp=3),
         replace(request_for(tmp_path), prompt=("1", "1 2 3 4 5 6 7 8")),
         request_for(wide),
         request_for(run),
@@ -221,7 +215,7 @@ def test_model_errors_are_raised_on_all_ranks(worlds, folder, run_folder, tmp_pa
                 "--prompt has token 99, and the model knows 0..59",
                 "--prompt 'one': with --ids it must be numbers of tokens",
                 "--prompt-file none.txt: cannot be read",
-                "3 ranks, but 2 are running",
+                "--tp 3: ",
                 "a prompt of 8 tokens and --tokens 6, but the model has learned 12 positions; give at most --tokens 4",
                 f"the weights in {wide} do not fit its config.json: ",
                 f"{place}/manifest.json: model: 1000000 layers",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from typing import Any, TypeVar
 
@@ -36,6 +36,19 @@ def parse_known(argv: Sequence[str], kind: type[Parsed], program: str) -> Parsed
         return tyro.cli(
             kind, args=list(argv), prog=program, registry=quantities(), return_unknown_args=True, add_help=False
         )[0]
+
+
+def refuse_removed(argv: Sequence[str], removed: Mapping[str, str]) -> None:
+    """Raises ValueError for words of earlier versions: flags, sections of flags or subcommands.
+
+    Args:
+        removed: what to write instead of each such word; a flag comes before its section.
+    """
+    for word in argv:
+        name = word.partition("=")[0].replace("_", "-")
+        for old, advice in removed.items():
+            if name == old or name.startswith(f"{old}."):
+                raise ValueError(f"{name}: {advice}")
 
 
 def quantities() -> ConstructorRegistry:

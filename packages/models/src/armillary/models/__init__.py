@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 from armillary.core import LabelTriples
 from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.config import GPTConfig, LlamaConfig
-from armillary.models.generation.sampling import Sampling
 from armillary.models.gpt import GPT
 from armillary.models.hub.pretrained import load_pretrained
 from armillary.models.initialize import initialize, pretrained_config
@@ -18,11 +17,10 @@ from armillary.models.layers.interleaved import (
 )
 from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.llama import Llama
+from armillary.models.sample import Sampling, generate, stream
 from armillary.models.state_config import Mixer, StateConfig
 
 if TYPE_CHECKING:
-    from armillary.models.generation.decoding import Decoding
-    from armillary.models.generation.generate import generate, stream
     from armillary.models.loss.linear_argmax import linear_argmax
     from armillary.models.loss.linear_loss import linear_token_loss
     from armillary.models.loss.token_logprobs import TokenStatistics, token_logprobs
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = [
     "GPT",
     "Checkpointing",
-    "Decoding",
     "GPTConfig",
     "LabelTriples",
     "LinearScaling",
@@ -64,9 +61,6 @@ __all__ = [
 ]
 
 _SLOW_MODULES = {
-    "Decoding": "generation.decoding",
-    "generate": "generation.generate",
-    "stream": "generation.generate",
     "linear_argmax": "loss.linear_argmax",
     "linear_token_loss": "loss.linear_loss",
     "TokenStatistics": "loss.token_logprobs",

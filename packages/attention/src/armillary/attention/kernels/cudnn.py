@@ -57,8 +57,6 @@ class Cudnn(PackingKernel, TopLeft):
         return reason
 
     def drawback(self, inputs: Inputs) -> str | None:
-        if inputs.single:
-            return "leaves single queries to the dense kernel"
         if inputs.documents:
             return "builds a graph for each length, and documents have many"
         return "has no windows and cuts them into many pieces" if inputs.windowed else None

@@ -27,7 +27,6 @@ class Inputs:
         deterministic: True if torch raises for algorithms whose results differ from run to run.
         windowed: True if the mask has a window.
         documents: True if the mask has documents or a pattern, which make tiles of many lengths.
-        single: True if queries come one at a time, as in generation.
         activated: "FA3" or "FA4" if `torch.nn.attention.activate_flash_attention_impl` has replaced torch's flash
             attention by it; None otherwise.
     """
@@ -42,7 +41,6 @@ class Inputs:
     deterministic: bool = False
     windowed: bool = False
     documents: bool = False
-    single: bool = False
     activated: str | None = None
 
     @classmethod

@@ -71,19 +71,8 @@ def recur(
     """Computes the outputs [B, T, H, Dv] of a recurrence on the ranks of `attention`, a method or `StateOperations`."""
     if isinstance(attention, StateOperations):
         return attention.recur(recurrence, inputs, mask, layout)
-    return sharded_recurrence(attention, recurrence, inputs, mask, layout)[0]
-
-
-def sharded_recurrence(
-    attention: object,
-    recurrence: Recurrence,
-    inputs: Sequence[Tensor],
-    mask: AttentionMask,
-    layout: SequenceLayout | None,
-) -> tuple[Tensor, Tensor]:
-    """Computes the outputs [B, T, H, Dv] and the final state of a recurrence on the ranks of an attention method."""
     layout, axis = _sharding(attention, layout, inputs[0].shape[1])
-    return recurrence(*inputs, layout=layout, axis=axis, mask=mask)
+    return recurrence(*inputs, layout=layout, axis=axis, mask=mask)[0]
 
 
 def _sharding(attention: object, layout: SequenceLayout | None, tokens: int) -> tuple[SequenceLayout, Axis]:

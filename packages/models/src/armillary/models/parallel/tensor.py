@@ -27,6 +27,7 @@ from armillary.models.layers.interleaved import all_gather_interleaved
 from armillary.models.llama import Llama
 from armillary.models.parallel import sharded_modules
 from armillary.models.parallel.sharded_modules import ShardedModule, shard_module
+from armillary.models.sample import last_logits
 from armillary.models.state_config import Mixer
 
 
@@ -207,33 +208,26 @@ def gpt_styles() -> dict[str, ParallelStyle]:
 def sharded_head(axis: DeviceMesh, vocabulary: int, head: HeadFunction, tokens: int) -> HeadFunction:
     """The model's `prepare_head` under tensor parallelism: binds `axis` and `vocabulary` to `head`, a loss.
 
-    For the default head, `F.linear`, it returns a function that gathers the logits of `tokens` tokens.
+    For the default head, `F.linear`, it returns a function that gathers the logits of all `tokens` tokens; for
+    `last_logits`, those of the last one.
     """
-    if head is F.linear:
-        return partial(full_logits, axis=axis, vocabulary=vocabulary, tokens=tokens)
+    if head in (F.linear, last_logits):
+        first = 0 if head is F.linear else tokens - 1
+        return partial(full_logits, axis=axis, vocabulary=vocabulary, tokens=slice(first, tokens))
     return partial(head, axis=axis, vocabulary=vocabulary)
 
 
-def full_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int, tokens: int) -> Tensor:
-    """Returns logits [B, T, V] on every rank.
-
-    Args:
-        hidden: [B, n, E], the hidden states of this rank's interleaved tokens.
-        weight: [V_r, E], this rank's rows.
-        tokens: T.
-    """
-    return gathered_logits(all_gather_interleaved(hidden, axis)[:, :tokens], weight, axis, vocabulary)
-
-
-def gathered_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int) -> Tensor:
-    """Returns logits [B, T, V] on every rank.
+def full_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int, tokens: slice) -> Tensor:
+    """Returns logits [B, T, V] of some tokens on every rank.
 
     Every rank must compute the same loss from the logits, because their gradient is not summed over ranks.
 
     Args:
-        hidden: [B, T, E], the hidden states of all tokens.
+        hidden: [B, n, E], the hidden states of this rank's interleaved tokens.
         weight: [V_r, E], this rank's rows.
+        tokens: the T tokens.
     """
+    hidden = all_gather_interleaved(hidden, axis)[:, tokens]
     logits = F.linear(hidden, weight)
     shape = torch.Size((*logits.shape[:2], vocabulary))
     stride = (shape[1] * vocabulary, vocabulary, 1)

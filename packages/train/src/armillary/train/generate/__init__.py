@@ -1,4 +1,4 @@
-"""`armillary-generate`: text from a run's checkpoint or a Hugging Face folder, on one rank or sharded over several.
+"""`armillary-generate`: text from a run's checkpoint or a Hugging Face folder. Several ranks shard the weights.
 
 command.py     the command's options
 source.py      the folder of weights and tokenizer

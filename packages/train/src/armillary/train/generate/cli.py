@@ -53,7 +53,7 @@ def run(options: Generate) -> list[Continuation]:
     # 1. Model folder and tokenizer.
     source = find_source(options.source, options.step)
     tokenizer = None if options.ids else find_tokenizer(source, options.tokenizer, options.begin_of_document)
-    # 2. The process group, and the sharded model.
+    # 2. The process group, and the model with its sharded weights.
     device, owns_group = choose_device(options.train, "--device"), not dist.is_initialized()
     if owns_group:
         start_process_group(device.type, TIMEOUT)

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from armillary.attention.registry import named_method
-from armillary.data.parsing import parse
+from armillary.data.parsing import parse, refuse_removed
 from armillary.models import Sampling
-from armillary.train.config import ParallelConfig, TrainConfig
+from armillary.train.config import TrainConfig
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 
 PROGRAM = "armillary-generate"
+REMOVED = {
+    "--parallel.tp": "it is --tp",
+    "--parallel": "prompts are no longer sharded, and weights are sharded over all ranks; leave it out, or give --tp",
+}
+"""Flags of earlier versions, with what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +34,8 @@ class Generate:
       armillary-generate outputs --prompt "import " "class " --tokens 1k --temperature 0.8 --top-p 0.95
       # a Hugging Face folder, and a prompt from a file or a pipe (-)
       armillary-generate path/to/folder --prompt-file book.txt
-      # a prompt longer than one device holds: each rank has its share of it, and of the weights
-      torchrun --nproc-per-node 4 -m armillary.train.generate outputs --prompt-file book.txt --parallel.ring 4
+      # weights that exceed one device: each rank has a share of them, and computes the whole prompt
+      torchrun --nproc-per-node 4 -m armillary.train.generate path/to/folder --prompt "import "
 
     Each rank reads only its shards of the weights; rank 0 prints. Greedy decoding gives the same tokens on any number
     of ranks. Text is printed as it is generated. Prompts are continued one after the other.
@@ -69,7 +73,8 @@ class Generate:
     """auto: cuda if the machine has a GPU for each of its ranks, else cpu."""
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """auto: bfloat16 on cuda, else float32."""
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    tp: Count = 1
+    """Tensor-parallel ranks for heads, MLP and vocabulary; FSDP shards the weights over all other ranks."""
 
     @property
     def train(self) -> TrainConfig:
@@ -81,17 +86,12 @@ def read_generate(argv: Sequence[str]) -> Generate:
     """Parses and checks the options.
 
     Raises:
-        ValueError: an unknown flag, a value of the wrong kind or out of range, several replicas, or no prompt.
+        ValueError: an unknown flag, a value of the wrong kind or out of range, or no prompt.
     """
+    refuse_removed(argv, REMOVED)
     options = parse(argv, Generate, PROGRAM)
     check_limits(options)
     Sampling(options.temperature, options.top_k, options.top_p)  # raises for values out of range
-    if options.parallel.replicate > 1:
-        raise ValueError(
-            f"--parallel.replicate {options.parallel.replicate}: all ranks continue the same prompt, and copies of the "
-            "model would do the same; use ring, ulysses, shard or tp"
-        )
-    named_method(options.parallel.attention)  # raises for an unknown name
     if not options.prompt and options.prompt_file is None:
         raise ValueError('no prompt: give --prompt "...", or --prompt-file FILE (- for standard input)')
     return options

@@ -1,4 +1,4 @@
-"""Loads a model's weights, sharded over the mesh of all ranks."""
+"""Loads a model's weights, sharded over all ranks."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.reader import load
 from armillary.train.checkpoint.restoring import find_fault, newest_intact
 from armillary.train.checkpoint.state import saved_config
-from armillary.train.config import Config, ModelConfig
+from armillary.train.config import Config, ParallelConfig
 from armillary.train.generate.command import PROGRAM, Generate
 from armillary.train.generate.source import ModelSource
-from armillary.train.parallel import choose_axes, mesh_axes
 from armillary.train.runtime.health.ranks import Ranks, convert_dcp_errors
 
 TIMEOUT = timedelta(minutes=30)
@@ -34,7 +33,7 @@ def load_model(
     """Returns the model with its weights, and the step of its checkpoint (None for a Hugging Face folder). Collective.
 
     Raises:
-        ValueError: no checkpoint is intact, or weights or mesh do not fit the model; on every rank.
+        ValueError: no checkpoint is intact, or weights or --tp do not fit the model; on every rank.
     """
     if source.checkpoints is None:
         weight_map(source.folder)  # raises for a folder without weights, before memory is allocated for them
@@ -72,17 +71,17 @@ def intact_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int
 
 
 def empty_model(options: Generate, sizes: LlamaConfig | GPTConfig, device: torch.device) -> Llama | GPT:
-    """Returns the model sharded over the mesh of all ranks, with weights that are allocated but not filled.
+    """Returns the model sharded over all ranks, with weights that are allocated but not filled.
 
     Raises:
-        ValueError: the product of the axes is not the number of ranks, or model or method do not fit the axes.
+        ValueError: `--tp` does not divide the number of ranks, or does not fit the model.
     """
-    kv_heads = sizes.heads if isinstance(sizes, GPTConfig) else sizes.kv_heads
-    # `choose_axes` reads only the numbers of heads; `dim` must be a multiple of them.
-    head_counts = ModelConfig(dim=sizes.heads, heads=sizes.heads, kv_heads=kv_heads)
-    config = Config(model=head_counts, parallel=options.parallel, train=options.train)
-    axes = mesh_axes(config, choose_axes(config, world_size()))
-    mesh = build_mesh(device.type, **axes, timeout=TIMEOUT, high_priority=())
+    ranks = world_size()
+    if ranks % options.tp:
+        raise ValueError(f"--tp {options.tp}: it must divide the number of ranks, {ranks}")
+    # Ranks of `ring` share one text: they agree on its tokens, and FSDP shards the weights over them.
+    config = Config(parallel=ParallelConfig(attention="ring"), train=options.train)
+    mesh = build_mesh(device.type, ring=ranks // options.tp, tp=options.tp, timeout=TIMEOUT, high_priority=())
     model, _ = shard_model(sizes, config, mesh, precision(config, device))
     model.to_empty(device=device)
     return model

@@ -1,0 +1,307 @@
+"""Sampling: the cache compared with transformers and with full forwards, on one rank and several."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_models_gpt import transformers_weights
+from torch import Tensor, nn
+
+from armillary.attention import AttentionMask, Local, UPipe, build_attention
+from armillary.core.testing.rank import mesh
+from armillary.models import (
+    GPT,
+    Checkpointing,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    Sampling,
+    generate,
+    initialize,
+    parallelize,
+    stream,
+)
+
+LLAMA = LlamaConfig(vocab_size=61, dim=36, layers=3, heads=6, kv_heads=2, head_dim=8, hidden_dim=48, rope_theta=1e4)
+GPT2 = GPTConfig(vocab_size=61, dim=24, layers=2, heads=4, max_positions=40)
+MODELS = {"llama": LLAMA, "gpt": GPT2}
+
+
+def build(kind: str = "llama", dtype=torch.float64, attention=None, **changes) -> Llama | GPT:
+    """Weights so large that every token matters and greedy text does not repeat a token at once."""
+    config = replace(MODELS[kind], **changes)
+    model = (Llama(config, attention) if kind == "llama" else GPT(config, attention)).double()
+    initialize(model, seed=5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(10 if parameter.ndim > 1 else 1)
+    return model.to(dtype)
+
+
+def prompt(rows: int = 2, tokens: int = 9) -> Tensor:
+    return torch.randint(60, (rows, tokens), generator=torch.Generator().manual_seed(tokens))
+
+
+def greedy(model: nn.Module, ids: Tensor, new: int, mask: AttentionMask | None = None) -> Tensor:
+    """Greedy decoding with a full forward per token."""
+    for _ in range(new):
+        ids = torch.cat([ids, model(ids, mask=mask)[:, -1:].argmax(-1)], 1)
+    return ids[:, -new:]
+
+
+def transformers_twin(model: Llama | GPT) -> nn.Module:
+    """transformers' model with the same weights."""
+    transformers = pytest.importorskip("transformers")
+    if isinstance(model, GPT):
+        config = transformers.GPT2Config(vocab_size=61, n_embd=24, n_layer=2, n_head=4, n_positions=40)
+        twin, weights = transformers.GPT2LMHeadModel(config), transformers_weights(model)
+    else:
+        sizes = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 2}
+        rope = {"rope_theta": 1e4, "rms_norm_eps": LLAMA.norm_eps}
+        config = transformers.LlamaConfig(vocab_size=61, **sizes, **heads, **rope)
+        twin, weights = transformers.LlamaForCausalLM(config), model.state_dict()
+    missing, unexpected = twin.load_state_dict(weights, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    return twin.to(next(model.parameters()).dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_text_matches_transformers(kind, dtype):
+    model, ids = build(kind, dtype), prompt()
+    special = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 25}
+    expected = transformers_twin(model).generate(ids, **options, **special)
+    result = generate(model, ids, new_tokens=25)
+    assert torch.equal(result, expected[:, ids.shape[1] :])
+    assert len(set(result[0].tolist())) > 5
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 9])
+@pytest.mark.parametrize("window", [None, (4, None), (0, 0)])
+@pytest.mark.parametrize("kind", MODELS)
+def test_greedy_text_equals_full_forwards(kind, window, tokens):
+    model, mask, ids = build(kind), AttentionMask(window=window), prompt(3, tokens)
+    for new in (1, 20):
+        assert torch.equal(generate(model, ids, new_tokens=new, mask=mask), greedy(model, ids, new, mask))
+
+
+@pytest.mark.parametrize("changes", [{"window": 4, "window_from": 1}, {"tied_embeddings": True}], ids=str)
+def test_windows_of_layers_and_tied_heads(changes):
+    model = build(**changes)
+    assert torch.equal(generate(model, prompt(), new_tokens=15), greedy(model, prompt(), 15))
+
+
+def test_half_precision_continues_as_its_full_forward():
+    model = build(dtype=torch.bfloat16)
+    text = torch.cat([prompt(), generate(model, prompt(), new_tokens=10)], 1)
+    logits = model(text)[:, 8:-1]
+    chosen = logits.gather(-1, text[:, 9:, None])
+    assert ((logits.amax(-1, keepdim=True) - chosen) / logits.std()).max() < 0.1  # likeliest, up to rounding
+
+
+@pytest.mark.parametrize("attention", [Local(), UPipe.for_method(Local(), 2)], ids=["local", "upipe"])
+@pytest.mark.parametrize("policy", ["none", "layer", "attention_output"])
+def test_checkpoint_policies_are_suspended_and_restored(policy, attention):
+    model = build(attention=attention)
+    expected = greedy(model, prompt(), 6)
+    Checkpointing(policy).apply(model)
+    before = [block.run for block in model.model.layers]
+    assert torch.equal(generate(model, prompt(), new_tokens=6), expected)
+    assert [block.run for block in model.model.layers] == before
+
+
+# -- random draws, stopping and streaming -------------------------------------------------------------------------
+
+
+def test_draws_depend_only_on_the_seed():
+    model, options = build(), {"new_tokens": 20, "temperature": 5.0, "top_k": 30, "top_p": 0.95}
+    ids, state = prompt(1).repeat_interleave(4, 0), torch.get_rng_state()
+    first = generate(model, ids, seed=1, **options)
+    assert torch.equal(torch.get_rng_state(), state)  # draws leave other generators unchanged
+    torch.manual_seed(99)
+    assert torch.equal(generate(model, ids, seed=1, **options), first)
+    assert not torch.equal(generate(model, ids, seed=2, **options), first)
+    assert len({tuple(row) for row in first.tolist()}) == 4  # completions of a prompt are rows, and differ
+    assert torch.equal(generate(model, prompt(), seed=1, new_tokens=8, temperature=1e-6), greedy(model, prompt(), 8))
+
+
+def test_a_stream_ends_with_its_last_row_and_generate_pads():
+    model = build()
+    full = generate(model, prompt(), new_tokens=20).tolist()
+    stop = (full[0][3], full[1][6])
+    ends = [min(row.index(s) for s in stop if s in row) for row in full]
+    columns = list(stream(model, prompt(), new_tokens=20, stop=stop))
+    assert len(columns) == max(ends) + 1
+    result = generate(model, prompt(), new_tokens=20, stop=stop)
+    assert torch.equal(result[:, : len(columns)], torch.stack(columns, 1))
+    for row, free, end in zip(result.tolist(), full, ends, strict=True):
+        assert row == free[: end + 1] + [free[end]] * (19 - end)
+
+
+def test_the_model_is_usable_between_tokens_of_a_stream():
+    model = build()
+    expected, other = greedy(model, prompt(), 6), greedy(model, prompt(1, 5), 6)
+    pairs = zip(stream(model, prompt(), new_tokens=6), stream(model, prompt(1, 5), new_tokens=6), strict=True)
+    result = []
+    for pair in pairs:
+        model(prompt()).sum().backward()
+        result.append(pair)
+    first, second = zip(*result, strict=True)
+    assert torch.equal(torch.stack(first, 1), expected)
+    assert torch.equal(torch.stack(second, 1), other)
+
+
+@pytest.mark.parametrize("after", [None, 0, 3])
+def test_the_model_is_restored(after):
+    """Also after an error in the prompt or in a token."""
+    model, calls = build(), []
+    model.model.layers[0].eval()
+
+    def snapshot():
+        return [(b.self_attn.attention, b.run) for b in model.model.layers], [m.training for m in model.modules()]
+
+    def hook(module, _, out):
+        calls.append((module.training, out.requires_grad))
+        if after is not None and len(calls) > after:
+            raise RuntimeError("broken")
+
+    before = snapshot()
+    handle = model.model.layers[2].mlp.register_forward_hook(hook)
+    if after is None:
+        generate(model, prompt(), new_tokens=5)
+    else:
+        with pytest.raises(RuntimeError, match="broken"):
+            generate(model, prompt(), new_tokens=5)
+    handle.remove()
+    assert set(calls) == {(False, False)}  # in eval mode, without gradients
+    assert snapshot() == before and torch.is_grad_enabled()
+    assert torch.equal(generate(model, prompt(), new_tokens=5), greedy(model, prompt(), 5))
+
+
+def dense(q, k, v, *, mask, layout):
+    return q
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"ids": torch.zeros(5, dtype=torch.long)}, r"\[B, N\].*\(5,\) of torch.int64"),
+        ({"ids": torch.zeros(1, 0, dtype=torch.long)}, r"\(1, 0\)"),
+        ({"ids": torch.zeros(1, 5)}, "of torch.float32"),
+        ({"ids": torch.full((1, 5), 61)}, r"ids.*61.*60"),
+        ({"new_tokens": 0}, "new_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": "low"}, "temperature='low'"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_k": 1.5}, "top_k=1.5"),
+        ({"top_p": 0.0}, "top_p=0.0"),
+        ({"mask": AttentionMask(causal=False)}, "mask="),
+        ({"mask": AttentionMask(documents=[0, 4, 9])}, "mask="),
+        ({"model": build("gpt"), "new_tokens": 32}, "9 .*32 .*max_positions=40"),
+        ({"model": build(attention=dense)}, "attention function.*Local"),
+    ],
+)
+def test_mismatched_arguments_are_refused_at_once(change, message):
+    arguments = {"model": build(), "ids": prompt(), "new_tokens": 3} | change
+    with pytest.raises(ValueError, match=message):
+        stream(arguments.pop("model"), arguments.pop("ids"), **arguments)
+
+
+def test_a_gpt_generates_up_to_its_last_position():
+    model = build("gpt")
+    assert torch.equal(generate(model, prompt(), new_tokens=31), greedy(model, prompt(), 31))
+
+
+# -- several ranks ------------------------------------------------------------------------------------------------
+
+
+def sampled_on_ranks() -> list[tuple[Tensor, Tensor]]:
+    """Pairs of texts on a mesh and on one rank: greedy, and drawn with a seed that only the first rank has."""
+    over = mesh(ring=2, ulysses=2)
+    method = build_attention("usp", over)
+    model, alone = build(attention=method), build()
+    drawn = {"new_tokens": 8, "temperature": 3.0, "top_p": 0.9}
+    pairs = [
+        (generate(model, prompt(), new_tokens=8), generate(alone, prompt(), new_tokens=8)),
+        (generate(model, prompt(), seed=4 + method.shard, **drawn), generate(alone, prompt(), seed=4, **drawn)),
+    ]
+    for kind, axes in (
+        ("llama", {"ring": 2, "tp": 2}),
+        ("gpt", {"shard": 2, "tp": 2}),
+        ("llama", {"shard": 2, "ring": 2}),
+    ):
+        over, model = mesh(**axes), build(kind)
+        expected = generate(model, prompt(tokens=10), new_tokens=6)
+        attention = build_attention("ring", over) if "ring" in axes else None
+        parallelize(model, over, attention=attention, precision=torch.float64)
+        pairs.append((generate(model, prompt(tokens=10), new_tokens=6), expected))
+    return pairs
+
+
+def test_all_ranks_of_any_mesh_sample_the_text_of_one_rank(worlds):
+    """With ranks that share a sequence, tensor parallelism and FSDP; the vocabulary is no multiple of the ranks."""
+    for pairs in worlds(4).run(sampled_on_ranks):
+        assert all(torch.equal(actual, expected) for actual, expected in pairs)
+
+
+# -- the distribution of draws ------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([[0.4, 0.1, 0.3, 0.2], [0.25, 0.25, 0.25, 0.25]]).log()
+
+
+def probabilities(logits=LOGITS, **options) -> Tensor:
+    return Sampling(**{"temperature": 1.0} | options).probabilities(logits)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({}, [0.4, 0.1, 0.3, 0.2]),
+        ({"temperature": 0.5}, [16 / 30, 1 / 30, 9 / 30, 4 / 30]),
+        ({"top_k": 2}, [4 / 7, 0, 3 / 7, 0]),
+        ({"top_k": 9}, [0.4, 0.1, 0.3, 0.2]),
+        ({"top_p": 0.39}, [1, 0, 0, 0]),
+        ({"top_p": 0.5}, [4 / 7, 0, 3 / 7, 0]),
+        ({"top_p": 0.8}, [4 / 9, 0, 3 / 9, 2 / 9]),
+        ({"top_p": 1.0}, [0.4, 0.1, 0.3, 0.2]),
+        ({"top_k": 2, "top_p": 0.55}, [1, 0, 0, 0]),  # of the probabilities of the top k
+        ({"top_k": 2, "top_p": 0.58}, [4 / 7, 0, 3 / 7, 0]),
+    ],
+)
+def test_top_k_and_top_p_keep_the_likeliest_tokens(options, expected):
+    assert torch.allclose(probabilities(**options)[0], torch.tensor(expected, dtype=torch.float32), atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 7}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.6, "temperature": 1.7}])
+def test_filters_match_transformers(options):
+    transformers = pytest.importorskip("transformers")
+    logits = torch.randn(5, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scores = logits
+    for name, warper in (
+        ("temperature", transformers.TemperatureLogitsWarper),
+        ("top_k", transformers.TopKLogitsWarper),
+        ("top_p", transformers.TopPLogitsWarper),
+    ):
+        scores = warper(options[name])(None, scores) if name in options else scores
+    assert torch.allclose(probabilities(logits, **options), scores.softmax(-1), atol=1e-12)
+
+
+def test_frequencies_of_draws_match_probabilities():
+    count = 40_000
+    draws = Sampling(1.0, top_k=3).choose(LOGITS[:1].expand(count, -1), torch.Generator().manual_seed(0))
+    actual = draws.bincount(minlength=4) / count
+    expected = torch.tensor([4 / 9, 0, 3 / 9, 2 / 9])
+    deviation = (expected * (1 - expected) / count).sqrt()
+    assert actual[1] == 0
+    assert ((actual - expected).abs() <= 4 * deviation).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_logits_are_filtered_in_float32(dtype):
+    actual = probabilities(LOGITS.to(dtype), top_p=0.8)
+    assert actual.dtype == torch.float32
+    assert torch.allclose(actual.sum(-1), torch.ones(2))
+    assert Sampling(1e-30).choose(LOGITS[:1].to(dtype), torch.Generator()).tolist() == [0]
