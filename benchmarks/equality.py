@@ -7,7 +7,7 @@
 `curves` trains on Python's own text on seven meshes of 4 ranks, in float32 and float64. All curves must lie within 1e-3
 and 1e-8 of one rank's. `hybrid` does so for a model of Gated DeltaNet, Mamba-2 and attention. `recall` trains on
 questions whose answers other ranks hold: every method must learn them, and attention that ends with its own shard must
-not. `hybrid-recall` trains the recipe `hybrid` with several methods.
+not. `hybrid-recall` trains a model of Gated DeltaNet, Mamba-2 and attention on them.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from armillary.train import (
     ValidationConfig,
     prepare,
     process_group,
-    recipes,
     train_loop,
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
+import recall as recall_rows
 import report
 
 SMALL = Config(
@@ -114,19 +114,16 @@ def selected_meshes(meshes: Sequence[Mesh], options: Namespace) -> list[Mesh]:
     return [mesh for mesh in meshes if options.meshes is None or mesh.name in options.meshes or mesh in (ONE, BROKEN)]
 
 
-def train_on_rank(config: Config, broken: bool = False) -> Summary:
+def train_on_rank(config: Config) -> Summary:
     """Trains on one rank of a world."""
     with redirect_stdout(io.StringIO()), process_group(config) as device:
-        run = prepare(config, device)
-        if broken:
-            end_with_shard(run)
-        return train_loop(run)
+        return train_loop(prepare(config, device))
 
 
-def run_on(world: World, config: Config, broken: bool = False) -> Summary:
+def run_on(world: World, config: Config) -> Summary:
     with TemporaryDirectory() as folder:
         config = replace(config, train=replace(config.train, output=Path(folder)))
-        return world.run(train_on_rank, config, broken, timeout=3600)[0]
+        return world.run(train_on_rank, config, timeout=3600)[0]
 
 
 # -- curves -----------------------------------------------------------------------------------------------------------
@@ -217,9 +214,24 @@ RECALL = replace(
     SMALL,
     # Few, high RoPE frequencies, so that a head soon learns to attend to the previous token.
     model=ModelConfig(dim=128, layers=2, heads=4, kv_heads=4, hidden_dim=256, rope_theta=10.0),
-    data=DataConfig(task="recall", sequence_length=16, pairs=4, symbols=8, global_batch_size=64),
+    data=DataConfig(sequence_length=16, global_batch_size=64),
     optimizer=OptimizerConfig(lr=2e-3, min_lr=0.0, schedule="linear", warmup_steps=20, weight_decay=0.3),
-    validation=ValidationConfig(every=10**6, batches=8, tasks=("recall",)),
+    validation=ValidationConfig(every=10**6, batches=8),
+)
+PAIRS, HYBRID_PAIRS, SYMBOLS = 4, 2, 8
+"""Pairs of a row of recall, of the hybrid's rows, and symbols of each kind."""
+HYBRID_RECALL = replace(
+    RECALL,
+    model=ModelConfig(
+        dim=64,
+        layers=3,
+        heads=4,
+        kv_heads=4,
+        hidden_dim=128,
+        rope_theta=10.0,
+        mixers=("delta_rule", "mamba2", "attention"),
+    ),
+    optimizer=OptimizerConfig(lr=5e-3, min_lr=0.0, schedule="linear", warmup_steps=20),
 )
 METHODS = [
     *(Mesh(name, name, {"ring": 4}) for name in ("ring", "token_ring", "wallfacer", "all_gather")),
@@ -245,43 +257,53 @@ def end_with_shard(run: Run) -> None:
             module.attention = OwnShard()
 
 
+def learn_recall(config: Config, pairs: int, broken: bool) -> tuple[float, float]:
+    """Trains on one rank of a world. Returns (share of right answers, last loss)."""
+    with redirect_stdout(io.StringIO()), process_group(config) as device:
+        run = recall_rows.prepare_recall(config, pairs, SYMBOLS, device)
+        if broken:
+            end_with_shard(run)
+        losses = train_loop(run).losses
+        return recall_rows.right_answers(run), losses[-1]
+
+
 def recall(options: Namespace) -> bool:
-    return compare_recall(options, "equality-recall", "Recall across ranks", RECALL, [*METHODS, BROKEN], 500)
+    return compare_recall(options, "equality-recall", "Recall across ranks", RECALL, PAIRS, [*METHODS, BROKEN], 500)
 
 
 def hybrid_recall(options: Namespace) -> bool:
-    recipe = recipes.hybrid()
-    config = replace(recipe, validation=RECALL.validation, log=SMALL.log, train=SMALL.train)
     meshes = [mesh for mesh in METHODS if mesh.name in ("ring", "ulysses", "usp", "tp 2 x ring 2")]
-    return compare_recall(options, "equality-hybrid-recall", "Recall of a hybrid across ranks", config, meshes, 300)
+    title = "Recall of a hybrid across ranks"
+    return compare_recall(options, "equality-hybrid-recall", title, HYBRID_RECALL, HYBRID_PAIRS, meshes, 300)
 
 
 def compare_recall(
-    options: Namespace, name: str, title: str, base: Config, meshes: Sequence[Mesh], default_steps: int
+    options: Namespace, name: str, title: str, base: Config, pairs: int, meshes: Sequence[Mesh], default_steps: int
 ) -> bool:
     """Trains on every mesh and writes the report. Returns False if a mesh does not learn or the broken one does."""
     rows: list[dict[str, Any]] = []
     steps = options.steps or default_steps
     with World(4) as world:
         for mesh in selected_meshes(meshes, options):
-            config = mesh.config(base, steps=steps)
-            summary = run_on(world, config, broken=mesh is BROKEN)
-            shown = {"right answers": summary.validation["recall"], "last loss": summary.losses[-1]}
-            rows.append({"attention": mesh.name, **shown})
+            with TemporaryDirectory() as folder:
+                config = mesh.config(base, steps=steps, output=Path(folder, "outputs"))
+                config = recall_rows.recall_config(config, SYMBOLS, Path(folder, "store"))
+                answers, loss = world.run(learn_recall, config, pairs, mesh is BROKEN, timeout=3600)[0]
+            rows.append({"attention": mesh.name, "right answers": answers, "last loss": loss})
             print(rows[-1], flush=True)
     data = base.data
-    chance = 1 / data.symbols
+    chance = 1 / SYMBOLS
     notes = [
-        f"rows of {data.sequence_length} tokens on 4 ranks with {data.pairs} (key, value) pairs, each asked for on a "
-        f"rank that holds none of it; {data.symbols} values, so chance is {chance:.3f}; held-out rows",
+        f"rows of {data.sequence_length} tokens on 4 ranks with {pairs} (key, value) pairs, each asked for on a "
+        f"rank that holds none of it; {SYMBOLS} values, so chance is {chance:.3f}; held-out rows",
         f"{steps} steps of {data.global_batch_size} rows",
     ]
     if BROKEN in meshes:
         notes[-1] += f"; {BROKEN.name}: Ring whose ranks see their own keys alone"
     print(report.write(name, title, rows, notes, options.out))
-    answers = {row["attention"]: row["right answers"] for row in rows}
-    broken = answers.pop(BROKEN.name, 0.0)
-    return min(answers.values()) > 0.95 and broken < 2 * chance
+    shares = {row["attention"]: row["right answers"] for row in rows}
+    broken = shares.pop(BROKEN.name, 0.0)
+    return min(shares.values()) > 0.95 and broken < 2 * chance
 
 
 PARTS = {"curves": curves, "hybrid": hybrid, "recall": recall, "hybrid-recall": hybrid_recall}

@@ -134,7 +134,7 @@ def trained(setting: Setting, folder: Path) -> tuple[list[float], dict[str, Tens
     sizes, length = resume_sizes(setting)
     config = train.Config(
         model=train.ModelConfig(**sizes),
-        data=train.DataConfig(task="copy", sequence_length=length, global_batch_size=ROWS),
+        data=train.DataConfig(sequence_length=length, global_batch_size=ROWS),
         validation=train.ValidationConfig(every=1000, batches=1),
         save=train.SaveConfig(every=SAVED_STEP, keep_last=3),
         log=train.LogConfig(plot=False),
@@ -154,7 +154,7 @@ def resume_flops(setting: Setting) -> float:
     """The steps of both runs, and a validation at the end of each that takes as long as a step at most."""
     sizes, length = resume_sizes(setting)
     steps = LAST_STEP + LAST_STEP - SAVED_STEP + 2
-    return steps * ROWS * RECOMPUTED * step_flops(LlamaConfig(vocab_size=256, **sizes), length)
+    return steps * ROWS * RECOMPUTED * step_flops(LlamaConfig(vocab_size=257, **sizes), length)
 
 
 CHECKS = (

@@ -81,16 +81,16 @@ def check_train(setting: Setting) -> Iterator[Row]:
 
 
 def training(setting: Setting, folder: Path) -> list[str]:
-    """The command of torchrun (`python -m`) with the trainer on a synthetic task."""
+    """The command of torchrun (`python -m`) with the trainer on Python's own text."""
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={setting.ranks}"]
     sizes = ["--data.sequence-length", str(setting.size(32_768, 256)), "--train.steps", str(setting.size(30, 6))]
     ends = ["--validation.every", "1000", "--validation.batches", "1", "--save.every", "1000", "--log.no-plot"]
     places = ["--train.output", str(folder), "--train.device", setting.device.type]
-    return [*start, "-m", "armillary.train", "--data.task", "copy", *sizes, *ends, *places]
+    return [*start, "-m", "armillary.train", *sizes, *ends, *places]
 
 
 TRAINED, GLOBAL_BATCH = LlamaConfig(vocab_size=1024, dim=128, layers=4, heads=8, kv_heads=4, hidden_dim=352), 4
-"""The trainer's default model, with more tokens than the task has, and its default global batch."""
+"""The trainer's default model, with more tokens than the text has, and its default global batch."""
 
 
 def train_flops(setting: Setting) -> float:

@@ -25,7 +25,6 @@ from armillary.data import (
 )
 from armillary.data.cli import main
 from armillary.data.prepare import Preparation, prepare
-from armillary.data.synthetic import AssociativeRecall, Copy, Needle
 
 FILES = {
     "empty": b"",
@@ -333,10 +332,6 @@ CALLS = {
         lambda root: prepare(Preparation([root / "text.txt"], root / "out", chunk_bytes=0), 1),
         "got 0",
     ),
-    "recall of nothing": (lambda _: AssociativeRecall(64, 0, keys=4, values=4), "0"),
-    "recall in too short rows": (lambda _: AssociativeRecall(4, 8, keys=8, values=8), "4"),
-    "a needle in too short rows": (lambda _: Needle(1), "1"),
-    "a copy of one token": (lambda _: Copy(1), "1"),
 }
 
 

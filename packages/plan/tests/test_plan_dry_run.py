@@ -150,14 +150,15 @@ def test_zero_stage_1_has_unsharded_gradients_and_sends_parameters_once_per_step
 def hybrid(length: int, layers: int = 3, mixers: tuple[str, ...] = ("delta_rule", "mamba2", "attention")):
     recipe = recipes.hybrid()
     model = replace(recipe.model, vocab_size=257, mixers=mixers, layers=layers)
-    data = replace(recipe.data, task=None, sequence_length=length, global_batch_size=8)
+    data = replace(recipe.data, sequence_length=length, global_batch_size=8)
     return replace(recipe, model=model, data=data, parallel=ParallelConfig(ring=8, ulysses=1))
 
 
 def test_hybrids_are_predicted_by_simulation_and_plan(capsys):
-    flags = "--recipe hybrid --cluster 8xh100 --parallel.ring 8 --parallel.ulysses 1 --json"
+    flags = "--recipe hybrid --cluster 8xh100 --parallel.ring 8 --parallel.ulysses 1 --data.sequence-length 64 --json"
     output = json.loads(printed(capsys, *flags.split()))
-    config = replace(recipes.hybrid(), parallel=ParallelConfig(ring=8, ulysses=1))
+    recipe, data = recipes.hybrid(), replace(recipes.hybrid().data, sequence_length=64)
+    config = replace(recipe, data=data, parallel=ParallelConfig(ring=8, ulysses=1))
     run, cluster = dry_run(config, 8), cluster_of("8xh100")
     job = job_of(config, run.axes, run.model, torch.bfloat16)
     assert output["fits"] and output["memory"]["device"] == simulate(job).device > 0

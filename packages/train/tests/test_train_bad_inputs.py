@@ -24,7 +24,6 @@ from armillary.train import (
     ParallelConfig,
     SaveConfig,
     TrainConfig,
-    ValidationConfig,
 )
 from armillary.train import cli as trainer
 from armillary.train.checkpoint.export import main as export
@@ -174,8 +173,9 @@ TRAIN = [
     ("--data.validation-fraction 1", "--data.validation-fraction 1.0: "),
     ("--data.weights 1", "--data.weights "),
     ("--data.path a b --data.weights 1 -1", "--data.weights 1.0 -1.0: "),
-    ("--data.task recall --data.path a", "--data.task recall and --data.path a: "),
-    ("--data.task recall --data.pairs 99", "--data.pairs 99"),
+    ("--data.task recall", "--data.task: "),
+    ("--validation.tasks=recall", "--validation.tasks: "),
+    ("--data.rows 3", "--data.rows: it is data.global_batch_size"),
     ("--data.layout spiral", "'spiral'"),
     ("--parallel.ring 0", "--parallel.ring 0: "),
     ("--parallel.shard -1", "--parallel.shard -1: "),
@@ -314,7 +314,6 @@ STARTED = [
     ),
     ("--data.path text.txt --model.vocab-size 9", "--model.vocab-size 9: "),
     ("--data.path text.txt --parallel.ring 2", "= 2 "),
-    ("--data.task copy --data.sequence-length 1", "1"),
     ("--train.output text.txt", "--train.output text.txt: "),
     ("--train.output /proc/none", "--train.output /proc/none: "),
     ("--log.profile 99", "--log.profile: "),
@@ -349,14 +348,12 @@ CONFIGS = {
     "--optimizer.lr x: ": Config(optimizer=OptimizerConfig(lr="x")),
     "--optimizer.lr nan: ": Config(optimizer=OptimizerConfig(lr=float("nan"))),
     "--data.global-batch-size 2.0: ": Config(data=DataConfig(global_batch_size=2.0)),
-    "--data.task sums: ": Config(data=DataConfig(task="sums")),
     "--data.documents yes: ": Config(data=DataConfig(documents="yes")),
     "--parallel.ring -2: ": Config(parallel=ParallelConfig(ring=-2)),
     "--parallel.attention 3: ": Config(parallel=ParallelConfig(attention=3)),
     "--model.heads 0: ": Config(model=ModelConfig(heads=0)),
     "--save.keep-last 0: ": Config(save=SaveConfig(keep_last=0)),
     "--log.every 0: ": Config(log=LogConfig(every=0)),
-    "--validation.tasks chess: ": Config(validation=ValidationConfig(tasks=("chess",))),
 }
 
 

@@ -90,6 +90,8 @@ def test_keys_accept_dashes_and_underscores_and_values_of_every_kind(tmp_path):
         ("sequence-length = 3", "sequence-length.*data.sequence_length"),
         ("[trian]\nsteps = 3", "trian.*train."),
         ("[data]\nrows = 3", "data.rows.*data.global_batch_size"),
+        ('[data]\ntask = "recall"', "data.task .*leave it out"),
+        ("[validation]\ntasks = []", "validation.tasks .*leave it out"),
         ('[model]\ndim = "3q"', "model.dim = '3q'.*131072"),
         ("[model]\ndim = 3.5", "model.dim = 3.5"),
         ("[model]\ndim = true", "model.dim = True"),

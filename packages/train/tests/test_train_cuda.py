@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,7 +145,8 @@ def test_a_compiled_graph_leaves_no_margin_by_default():
 
 def test_a_run_uses_the_chosen_kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "kernel_with_sm_margin", lambda *_: "dense")
-    config = Config(train=TrainConfig(device="cpu", output=tmp_path), data=DataConfig(task="copy", sequence_length=64))
+    data = DataConfig(path=(Path(__file__),), sequence_length=64)
+    config = Config(train=TrainConfig(device="cpu", output=tmp_path), data=data)
     with build.process_group(config) as device:
         run = build.prepare(config, device)
     assert {block.attention.kernel for block in run.model.modules() if isinstance(block, Block)} == {"dense"}

@@ -43,7 +43,8 @@ def test_resuming_a_hybrid_is_bit_identical(worlds, tmp_path: Path):
 
 def test_the_recipe_lowers_the_loss(worlds, tmp_path: Path):
     recipe = recipes.hybrid()
-    config = replace(recipe, validation=replace(recipe.validation, every=15, batches=1), log=SMALL.log)
+    validation = replace(recipe.validation, every=15, batches=1)
+    config = replace(recipe, validation=validation, log=SMALL.log, data=replace(SMALL.data, sequence_length=128))
     summaries = worlds(2).run(trained, at(config, tmp_path, steps=15, device="cpu"), 0)
     assert summaries[0][0].losses[-1] < 0.9 * summaries[0][0].losses[0]
 

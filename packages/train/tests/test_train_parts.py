@@ -95,11 +95,6 @@ def test_errors_of_a_command_line_are_one_line_with_the_accepted_values(argv, me
             r"--optimizer.decay-steps 71: .*1\.\.70.*80",
         ),
         ("--optimizer.lr 1e-5", "--optimizer.min-lr 0.0001: .*--optimizer.lr 1e-05"),
-        ("--data.task copy --data.path x", "--data.task copy .*--data.path x"),
-        (
-            "--validation.tasks recall --data.pairs 17",
-            "--data.pairs 17: .*--data.symbols 16",
-        ),
         (
             "--data.global-batch-size 4 --parallel.shard 2 --train.accumulation 4",
             "--data.global-batch-size 4 .*replicate 1 x shard 2.*multiple of 8",

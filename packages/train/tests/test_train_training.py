@@ -1,4 +1,4 @@
-"""Training: accumulation, precisions, bad steps, and tasks with known answers."""
+"""Training: accumulation, precisions and bad steps."""
 
 import io
 import re
@@ -33,7 +33,6 @@ from armillary.train import (
     Run,
     SaveConfig,
     TrainConfig,
-    ValidationConfig,
     prepare,
     process_group,
     train_loop,
@@ -411,67 +410,3 @@ def test_a_run_stopped_after_a_bad_step_keeps_older_checkpoints_and_exports_noth
     (output,) = worlds(1).run(run_stopped_after, with_options(config, steps=2), 9)
     assert output.endswith(f"nothing left to train: {tmp_path}/checkpoint/step-3 is the last step\n")
     assert (tmp_path / "export/step-3").exists()
-
-
-# -- tasks ------------------------------------------------------------------------------------------------------------
-
-
-def answers(config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    run = prepare_run(config)
-    step(run, 1)
-    return validate(run), [rows.state_dict() for rows in (run.training, run.validation, *run.tasks.values())]
-
-
-def expected_answers(config: Config) -> dict[str, float]:
-    """Fractions of correct answers from full logits."""
-    run, fractions = prepare_run(config), {}
-    step(run, 1)
-    for name, rows in run.tasks.items():
-        batches = [rows.batch(i) for i in range(config.validation.batches)]
-        correct = [run.model(b.tokens).argmax(2)[b.labels != -100] == b.labels[b.labels != -100] for b in batches]
-        fractions[name] = torch.cat(correct).double().mean().item()
-    return fractions
-
-
-def test_correct_answers_are_counted_exactly_on_every_mesh(worlds, small):
-    config = replace(
-        with_options(small, precision="float64"), data=replace(small.data, path=(), task="copy", symbols=3)
-    )
-    config = replace(config, validation=ValidationConfig(batches=2, tasks=("copy", "needle")))
-    ((values, states),) = worlds(1).run(answers, config)
-    (expected,) = worlds(1).run(expected_answers, config)
-    assert {name: values[name] for name in expected} == expected
-    assert 0 < values["copy"] < 1
-    for axes in ({"ring": 2}, {"tp": 2}, {"shard": 2}):
-        for actual, _ in worlds(2).run(answers, on_mesh(config, **axes)):
-            assert actual == pytest.approx(values, abs=1e-12)
-            assert {name: actual[name] for name in expected} == expected
-    assert [state["first_row"] for state in states] == [0, 2**40, 2**40, 2**40]
-    assert [state["rows"] for state in states] == [8, 0, 0, 0]
-    assert all(state["task"].startswith("Copy(length=50, symbols=3") for state in states[:3])
-
-
-def test_a_cross_shard_task_queries_values_of_other_shards(worlds, small):
-    data = replace(small.data, path=(), task="recall", pairs=4, symbols=9)
-    config = on_mesh(replace(small, data=data, validation=ValidationConfig(tasks=("recall",))), ring=2)
-    for values, states in worlds(2).run(answers, config):
-        assert set(values) == {"loss", "recall"}
-        assert all("pairs=4, keys=9, values=9" in state["task"] for state in states)
-        assert all("across=2 shards #" in state["task"] for state in states)
-
-
-def test_tasks_of_a_text_model_use_its_vocabulary_and_are_printed(worlds, small, tmp_path):
-    config = replace(with_options(small, steps=1, output=tmp_path), data=replace(small.data, symbols=200))
-    config = replace(config, validation=ValidationConfig(tasks=("needle", "copy", "recall")))
-    ((_, states),) = worlds(1).run(answers, config)
-    shown = [state["task"] for state in states[2:]]
-    assert "values=85, fillers=85" in shown[0] and "symbols=200" in shown[1] and "keys=85" in shown[2]
-    (output,) = worlds(1).run(printed_by, config)
-    assert "validation: step: 1 loss: " in output and " needle: 0." in output and " recall: 0." in output
-
-
-def printed_by(config: Config) -> str:
-    output = io.StringIO()
-    with redirect_stdout(output):
-        train_loop(prepare_run(config))
-    return output.getvalue()

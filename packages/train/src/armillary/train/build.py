@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,6 @@ from armillary.train.rows import load_rows, open_stores, vocabulary_size
 from armillary.train.run import Run
 from armillary.train.runtime.allocator import allocator_settings, set_allocator
 from armillary.train.runtime.health.ranks import check_consistent
-from armillary.train.tasks import load_task, task_vocabulary
 
 
 @contextmanager
@@ -76,7 +74,7 @@ def prepare(config: Config, device: torch.device) -> Run:
     mesh = mesh_of(config, device, axes)
     # 2. The model, with an embedding for each token of the data's vocabulary, on the meta device (without memory).
     stores = open_stores(config.data, config.model.pretrained)
-    vocab_size = vocabulary_size(stores, config.model, task_vocabulary(config.data))
+    vocab_size = vocabulary_size(stores, config.model)
     stores = [store.with_vocabulary(vocab_size) for store in stores]
     sizes = model_config(config.model, vocab_size, config.data.sequence_length)
     model, attention = shard_model(sizes, config, mesh, precision(config, device))
@@ -84,14 +82,8 @@ def prepare(config: Config, device: torch.device) -> Run:
     check_output(config)
     # 3. The rows. Ranks of one replica (ring x ulysses x tp) share the same rows; each replica has rows of its own.
     replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
-    task_rows = partial(load_task, config=config, vocabulary=vocab_size, attention=attention, replica=replica)
-    if config.data.task is None:
-        training, validation = load_rows(config, stores, attention, replica)
-    else:
-        training = task_rows(config.data.task, held_out=False)
-        validation = task_rows(config.data.task, held_out=True)
+    training, validation = load_rows(config, stores, attention, replica)
     check_consistent("data", training.state_dict())  # hosts may have other files at the same path
-    tasks = {name: task_rows(name, held_out=True) for name in config.validation.tasks}
     # 4. Weights and optimizer. Each rank keeps only its shards.
     model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
     if config.model.pretrained is None:
@@ -100,7 +92,7 @@ def prepare(config: Config, device: torch.device) -> Run:
         load_pretrained(model, config.model.pretrained)
     optimizer = build_optimizer(model, config.optimizer)
     data_axis = Axis.of(data_mesh(mesh))  # all ranks that have different tokens
-    return Run(config, device, data_axis, batch_mesh(mesh), model, optimizer, training, validation, tasks)
+    return Run(config, device, data_axis, batch_mesh(mesh), model, optimizer, training, validation)
 
 
 def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> DeviceMesh:

@@ -13,21 +13,26 @@ from typing import Annotated
 
 import tyro
 
-from armillary.data.parsing import parse, parse_known
+from armillary.data.parsing import parse, parse_known, refuse_removed
 from armillary.train import recipes
 from armillary.train.config import Config, ModelConfig
 from armillary.train.config.model_sizes import GPT_FIELDS, PRETRAINED_FIELDS
-from armillary.train.config.overlay import differences, overlay_settings, read_settings
+from armillary.train.config.overlay import differences, flag, overlay_settings, read_settings
 
 PROGRAM = "armillary-train"
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}
 """Functions that return a recipe's configuration, by the names that `--recipe` accepts."""
-RENAMED = {
-    "data.rows": "data.global_batch_size",
-    "data.document_mask": "data.documents",
-    "optimizer.on_host": "optimizer.cpu_offload",
+TASKS_REMOVED = "synthetic tasks are no longer trained on; leave it out (recall across ranks: benchmarks/recall.py)"
+REMOVED = {
+    "data.rows": "it is data.global_batch_size now",
+    "data.document_mask": "it is data.documents now",
+    "data.task": TASKS_REMOVED,
+    "data.pairs": TASKS_REMOVED,
+    "data.symbols": TASKS_REMOVED,
+    "optimizer.on_host": "it is optimizer.cpu_offload now",
+    "validation.tasks": TASKS_REMOVED,
 }
-"""Keys of earlier versions, with their names in this version."""
+"""Keys of earlier versions, with what to write instead: flags and files that have one are refused."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +102,10 @@ def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Conf
     """Returns (names of recipe and file, the recipe's configuration, the configuration updated from the file).
 
     Raises:
-        ValueError: no such recipe, an error in a recipe, a file that cannot be read, an unknown key, or a value of the
-            wrong kind.
+        ValueError: no such recipe, an error in a recipe, a file that cannot be read, an unknown key, a flag or key
+            of an earlier version (`REMOVED`), or a value of the wrong kind.
     """
+    refuse_removed(argv, {f"--{flag(key)}": advice for key, advice in REMOVED.items()})
     source = parse_known(argv, Source, program)
     settings = {} if source.config is None else read_settings(source.config)
     name = settings.pop("recipe", "debug")
@@ -113,7 +119,7 @@ def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Conf
         recipe = make_recipe()
     if not isinstance(recipe, Config):
         raise ValueError(f"{label}: it returns {type(recipe).__name__}, not a Config")
-    return replace(source, recipe=name), recipe, overlay_settings(recipe, settings, source.config or Path(), RENAMED)
+    return replace(source, recipe=name), recipe, overlay_settings(recipe, settings, source.config or Path(), REMOVED)
 
 
 def check_model_flags(argv: Sequence[str], model: ModelConfig) -> None:

@@ -24,23 +24,18 @@ def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[Toke
     Raises:
         ValueError: a path is unreadable, incomplete or without text, or its tokens are not the pretrained model's.
     """
-    if config.task is not None:
-        return []
     if not config.path:
         return [TokenStore.of(python_corpus(), read_tokenizer(pretrained), "Python's own text")]
     return [open_tokens(path, pretrained) for path in config.path]
 
 
-def vocabulary_size(stores: list[TokenStore], model: ModelConfig, task: int | None = None) -> int:
+def vocabulary_size(stores: list[TokenStore], model: ModelConfig) -> int:
     """Returns the vocabulary size of the model: from the pretrained folder or the flag, else from the stores.
-
-    Args:
-        task: the vocabulary size of a synthetic task, which has no stores.
 
     Raises:
         ValueError: the model's vocabulary is smaller than a store's, or neither flag, folder nor store states a size.
     """
-    store_size = max((store.vocabulary.size for store in stores if store.vocabulary.size), default=task)
+    store_size = max((store.vocabulary.size for store in stores if store.vocabulary.size), default=None)
     size = model.vocab_size if model.pretrained is None else pretrained_config(model.pretrained).vocab_size
     if size is None and store_size is None:
         raise ValueError(f"{stores[0].name} does not record the size of its vocabulary; set --model.vocab-size")

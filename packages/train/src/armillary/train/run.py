@@ -12,7 +12,6 @@ from armillary.attention import AttentionMask
 from armillary.core import Axis
 from armillary.data import Batch, Batches
 from armillary.data.loader.batch import Documents, Parents
-from armillary.data.synthetic import TaskRows
 from armillary.models import GPT, Llama
 from armillary.train.config import Config
 
@@ -26,7 +25,6 @@ class Run:
         mesh: for your own DTensors of a batch (`models.dtensors.tokens_dtensor`). The trainer uses local tensors.
         training: yields this rank's micro-batches, one after the other.
         validation: micro-batches of held-out rows.
-        tasks: held-out rows of each task of `validation.tasks`, by name.
     """
 
     config: Config
@@ -37,7 +35,6 @@ class Run:
     optimizer: AdamW
     training: Batches
     validation: Batches
-    tasks: dict[str, TaskRows]
 
     @property
     def tokens_per_step(self) -> int:

@@ -27,7 +27,7 @@ class TokenSource:
     Args:
         pretrained: Hugging Face folder of the model that the run started from.
         paths: stores and text; empty for Python's own text; None if they are unknown.
-        task: synthetic task that the run trained on.
+        task: synthetic task that a run of an earlier version trained on.
     """
 
     pretrained: Path | None = None
@@ -36,7 +36,7 @@ class TokenSource:
 
     @classmethod
     def of(cls, config: Config) -> TokenSource:
-        return cls(config.model.pretrained, config.data.path, config.data.task)
+        return cls(config.model.pretrained, config.data.path)
 
     @classmethod
     def read(cls, output: Path) -> TokenSource:

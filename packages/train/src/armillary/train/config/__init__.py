@@ -122,12 +122,6 @@ class DataConfig:
     """Distribution of positions over ring ranks; balanced is computed for each batch from its documents."""
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of documents for validation."""
-    task: Literal["recall", "needle", "copy"] | None = None
-    """Train on a synthetic long-context task instead of text; in sharded rows recall's answers lie on another rank."""
-    pairs: Count = 8
-    """recall: number of key-value pairs in a sequence, at most symbols."""
-    symbols: Count = 16
-    """Tasks: number of different keys, values and fillers, or of tokens to copy; fewer in a small vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -180,14 +174,12 @@ class CudaConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """Validation between steps: the loss on held-out sequences, and accuracy on synthetic tasks."""
+    """Validation between steps: the loss on held-out sequences."""
 
     every: Count = 40
     """Steps between validations; one is always made after the last step."""
     batches: Count = 4
     """Global batches of held-out sequences, the same each time."""
-    tasks: tuple[Literal["recall", "needle", "copy"], ...] = ()
-    """Synthetic long-context tasks to report accuracy on, as long as a sequence, with held-out rows."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ def check(config: Config) -> None:
     check_limits(config)
     check_data(config)
     check_parallel(config)
-    check_tasks(config)
     check_states(config)
     check_schedule(config.optimizer, config.train.steps)
     # `LlamaConfig` would round dim / heads down.
@@ -74,18 +73,6 @@ def check_parallel(config: Config) -> None:
         raise ValueError(
             f"--data.sequence-length {length}: a sequence of {length} tokens is shorter than its {shards} shards; make "
             "it longer, or use fewer ranks on ring and ulysses"
-        )
-
-
-def check_tasks(config: Config) -> None:
-    """Raises ValueError for a task in addition to text, or for recall with more pairs than symbols."""
-    data = config.data
-    if data.task is not None and data.path:
-        raise ValueError(f"--data.task {data.task} and --data.path {data.path[0]}: train on a task or on text")
-    if "recall" in (data.task, *config.validation.tasks) and data.pairs > data.symbols:
-        raise ValueError(
-            f"--data.pairs {data.pairs}: each pair needs a key of its own; make --data.symbols {data.symbols} at least "
-            f"{data.pairs}"
         )
 
 

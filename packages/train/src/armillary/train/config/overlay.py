@@ -39,36 +39,36 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def overlay_settings(
-    config: Settings, settings: Mapping[str, Any], source: Path, new_names: Mapping[str, str] | None = None
+    config: Settings, settings: Mapping[str, Any], source: Path, removed: Mapping[str, str] | None = None
 ) -> Settings:
     """Returns the configuration, updated with the settings of the file `source`. Keys may have dashes or underscores.
 
     Args:
-        new_names: names of this version by keys of earlier versions. A file with such a key is refused.
+        removed: keys of earlier versions, with what to write instead. A file with such a key is refused.
 
     Raises:
         ValueError: an unknown key, with the nearest valid one, or a value of the wrong kind; names the file.
     """
-    valid_keys = {name: name for name, _ in flat(config)} | dict(new_names or {})
-    return overlay_section(config, settings, f"--config {source}", valid_keys, "")
+    hints = {name: "" for name, _ in flat(config)} | dict(removed or {})
+    return overlay_section(config, settings, f"--config {source}", hints, "")
 
 
 def overlay_section(
-    config: Settings, settings: Mapping[str, Any], source: str, valid_keys: Mapping[str, str], prefix: str
+    config: Settings, settings: Mapping[str, Any], source: str, hints: Mapping[str, str], prefix: str
 ) -> Settings:
     """Returns a section updated with `settings`. `prefix` is the section's prefix of keys, such as "model."."""
     annotations, changes = get_type_hints(type(config), include_extras=True), dict[str, Any]()
     for key, value in settings.items():
         name = key.replace("-", "_")  # a file may spell keys as flags do
         if name not in annotations:
-            raise ValueError(f"{source}: {prefix}{key} is no key; {nearest(prefix + name, valid_keys)}")
+            raise ValueError(f"{source}: {prefix}{key} is no key; {hint_for(prefix + name, hints)}")
         if name in changes:
             raise ValueError(f"{source}: {prefix}{key} is set twice")
         old = getattr(config, name)
         if not is_dataclass(old):
             changes[name] = convert(value, annotations[name], f"{source}: {prefix}{name}")
         elif isinstance(value, dict):
-            changes[name] = overlay_section(old, value, source, valid_keys, f"{prefix}{name}.")
+            changes[name] = overlay_section(old, value, source, hints, f"{prefix}{name}.")
         else:
             raise ValueError(f"{source}: {prefix}{name} is a section, not {value!r}")
     try:
@@ -77,12 +77,16 @@ def overlay_section(
         raise ValueError(f"{source}: {prefix.rstrip('.')}: {error}") from error
 
 
-def nearest(key: str, valid_keys: Mapping[str, str]) -> str:
-    """Returns a hint with the most similar key. `valid_keys` maps keys, also of earlier versions, to current ones."""
-    if key in valid_keys:
-        return f"it is {valid_keys[key]} now"
+def hint_for(key: str, hints: Mapping[str, str]) -> str:
+    """Returns the hint for a key of an earlier version, else one with the most similar key.
+
+    Args:
+        hints: all keys; those of earlier versions with a hint, current ones with "".
+    """
+    if hint := hints.get(key):
+        return hint
     # A key in the wrong section is a likelier mistake than a misspelt one, so equal last parts come first.
-    leaf, names = key.rpartition(".")[2], list(dict.fromkeys(valid_keys.values()))
+    leaf, names = key.rpartition(".")[2], [name for name, hint in hints.items() if not hint]
     same_leaf = [name for name in names if name.rpartition(".")[2] == leaf]
     return f"the nearest is {(same_leaf or get_close_matches(key, names, n=1, cutoff=0.0))[0]}"
 

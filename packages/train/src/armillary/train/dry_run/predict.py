@@ -21,7 +21,6 @@ from armillary.train.kernels import Capability, ChosenKernel, kernels_of
 from armillary.train.parallel import choose_axes, mesh_axes
 from armillary.train.rows import open_stores, vocabulary_size
 from armillary.train.runtime.fake_world import fake_world
-from armillary.train.tasks import task_vocabulary
 
 MOST_RANKS = 2**14
 """Maximum number of ranks of a dry run, whose time grows with that number."""
@@ -130,4 +129,4 @@ def vocabulary(config: Config) -> int:
     if size is not None and not config.data.path:
         return size
     stores = open_stores(config.data, config.model.pretrained)
-    return vocabulary_size(stores, config.model, task_vocabulary(config.data))
+    return vocabulary_size(stores, config.model)
