@@ -65,11 +65,11 @@ def plan_run_numbers(text: str) -> list[int]:
     return [config.data.sequence_length]
 
 
-def pack_numbers(text: str) -> list[int]:
-    words = ["pack", "store", "--length", text, "--rows", text]
+def info_numbers(text: str) -> list[int]:
+    words = ["info", "store", "--length", text, "--rows", text]
     command = parse(words, data.DataCommand, "armillary-data").command
-    assert isinstance(command, data.Pack)
-    check_minimum(1, length=command.length)  # the first step of `pack`
+    assert isinstance(command, data.Info) and command.length is not None
+    check_minimum(1, length=command.length)  # the first step of its table of layouts
     return [command.length, command.rows]
 
 
@@ -82,7 +82,7 @@ READERS: dict[str, Callable[[str], list[int]]] = {
     "armillary-plan run": plan_run_numbers,
     "armillary-tune": lambda text: [read_tune_options(["--iterations", text]).iterations],
     "armillary-generate": lambda text: [read_generate(["s", "--prompt", "x", "--tokens", text]).tokens],
-    "armillary-data pack": pack_numbers,
+    "armillary-data info": info_numbers,
     "conformance": lambda text: [conformance.parse_arguments(["--random", text, "--ranks", text]).random],
 }
 
@@ -110,7 +110,7 @@ TABLES = {
     "plan bytes --tokens 1k --ranks 4 --heads 4 --attention ulysses+token_ring": ["ulysses+token_ring", "all (GiB)"],
     "train --dry-run --model.vocab-size 257": ["model.layers.*.self_attn.q_proj.weight", "whole (numbers)"],
     "data info store": ["64 to 127", "share of tokens (%)"],
-    "data pack store --length 64 --shards 2": ["balanced: most spans of a shard", "padding (% of row tokens)"],
+    "data info store --length 64 --shards 2": ["uncut documents", "sent (MiB)"],
     "conformance": ["ulysses+token_ring", "worst error (share of its limit)"],
 }
 
@@ -161,7 +161,7 @@ def planning(words: list[str]) -> object:
     return read_options(flags, command) if command == "run" else parse(flags, kinds[command], command)
 
 
-DATA_COMMANDS = ("prepare", "info", "pack", "inspect")
+DATA_COMMANDS = ("prepare", "info")
 PARSERS: dict[str, Callable[[list[str]], object]] = {
     "armillary-train": read_command,
     "armillary-tune": read_tune_options,

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout, attention_balance, attention_traffic
-from armillary.data import Document, PackedSequences, TokenStore, best_fit, greedy, one_per_row, open_store
+from armillary.data import Document, TokenStore, best_fit, open_store
 from armillary.data.cli import main
 from armillary.data.inspection.layouts import LAYOUTS, measure_layouts, packed_rows
-from armillary.data.inspection.statistics import Bin, describe, histogram, measure_packings
+from armillary.data.inspection.statistics import Bin, describe, histogram
 from armillary.data.text.byte_tokenizer import ByteTokenizer
 
 LENGTHS = [1, 2, 3, 7, 8, 100, 1, 40, 64, 30]
@@ -121,11 +120,10 @@ def test_invalid_input_is_one_line_and_exit_code_2(lines, store, tmp_path, capsy
     assert code == 2 and f"{store} " in line and "--overwrite" in line
     code, line = refused(capsys, "info", tmp_path / "nowhere")
     assert code == 2 and "nowhere " in line
-    code, line = refused(capsys, "pack", store, "--length", "16", "--rows", "0")
+    code, line = refused(capsys, "info", store, "--length", "16", "--rows", "0")
     assert code == 2 and re.fullmatch(r"armillary-data: rows .*1; got 0", line)
-    for command in ("pack", "inspect"):
-        code, line = refused(capsys, command, store, "--length", "64KiB")
-        assert code == 2 and "--length: '64KiB'" in line and "64Ki (65,536)" in line
+    code, line = refused(capsys, "info", store, "--length", "64KiB")
+    assert code == 2 and "--length: " in line and "'64KiB'" in line and "64Ki (65,536)" in line
     code, line = refused(capsys, "info", lines, "--verify")
     assert code == 2 and f"{lines} " in line
 
@@ -133,7 +131,7 @@ def test_invalid_input_is_one_line_and_exit_code_2(lines, store, tmp_path, capsy
 def test_wrong_arguments_are_exit_code_2(capsys):
     codes = []
     bad = ["prepare", "a", "-o", "b", "--invalid", "x"]
-    for arguments in (["prepare"], ["info"], ["pack", "store"], ["nothing"], bad):
+    for arguments in (["prepare"], ["info"], ["info", "store", "--rows"], ["nothing"], bad):
         with pytest.raises(SystemExit) as stop:
             main(arguments)
         codes.append(stop.value.code)
@@ -145,9 +143,6 @@ def test_failing_disk_exits_with_1_and_invalid_path_with_2(lines, store, tmp_pat
     (tmp_path / "file").touch()
     code, line = refused(capsys, "prepare", lines, "-o", tmp_path / "file" / "store")
     assert code == 2 and line.startswith(f"armillary-data: {tmp_path / 'file' / 'store'}: ")
-    missing = tmp_path / "missing" / "a.png"
-    code, line = refused(capsys, "info", store, "--plot", missing)
-    assert code == 2 and line.startswith(f"armillary-data: --plot {missing}: there is no folder {missing.parent}; ")
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -191,19 +186,6 @@ def test_info_as_json_has_the_figures_of_describe(store, capsys):
     assert sum(b["tokens"] for b in bins) == actual["tokens"] == sum(LENGTHS) + len(LENGTHS)
 
 
-def test_info_draws_a_picture(store, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    main(["info", str(store), "--plot", str(tmp_path / "a.png")])
-    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert str(tmp_path / "a.png") in capsys.readouterr().err
-
-
-def test_a_picture_without_matplotlib_names_the_package_to_install(store, tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, line = refused(capsys, "info", store, "--plot", tmp_path / "a.png")
-    assert code == 2 and "pip install 'armillary-data[plot]'" in line
-
-
 def test_verify_reads_every_byte(store, tmp_path, capsys):
     deep = tmp_path / "[bold] name" / ("long " * 20)
     deep.mkdir(parents=True)
@@ -222,28 +204,6 @@ def test_verify_reads_every_byte(store, tmp_path, capsys):
         assert f"{name}: bytes 0 to {len(data) - 1} " in line
         data[16] ^= 1
         (store / name).write_bytes(data)
-
-
-# -- pack -------------------------------------------------------------------------------------------------------------
-
-
-def test_pack_shows_a_column_for_each_packing(store, capsys):
-    main(["pack", str(store), "--length", "64", "--shards", "2"])
-    out = capsys.readouterr().out
-    rows = {row[0]: row[1:] for row in columns_of(out)}
-    assert rows["packing"] == ["greedy", "best_fit", "one_per_row"]
-    assert rows["rows in an epoch"] == [f"{m.waste.rows}" for m in measure_packings(open_store(store), 64, 2, 64)]
-    assert out.startswith("rows of 64 tokens, 2 shards; ") and "\x1b" not in out
-
-
-def test_pack_as_json_has_the_figures_of_measure_packings(store, capsys):
-    main(["pack", str(store), "--length", "64", "--shards", "2", "--rows", "3", "--json"])
-    actual = json.loads(capsys.readouterr().out)
-    measured = measure_packings(open_store(store), 64, 2, 3)
-    assert [one["packing"] for one in actual] == ["greedy", "best_fit", "one_per_row"]
-    assert [(one["waste"]["rows"], one["zigzag"], one["spans"]) for one in actual] == [
-        (m.waste.rows, m.zigzag, m.spans) for m in measured
-    ]
 
 
 # -- the console script -----------------------------------------------------------------------------------------------
@@ -279,45 +239,14 @@ def test_describe_counts_tokens_with_the_ends_of_documents():
     assert actual["p10"] <= actual["p50"] <= actual["p90"] <= actual["p99"] <= actual["longest"]
 
 
-@pytest.mark.parametrize("shards", [1, 4])
-def test_packing_statistics_match_the_rows(shards):
-    documents, length = store_of(LENGTHS * 3), 64
-    layout = SequenceLayout.zigzag(length, shards)
-    total = documents.tokens
-    for actual, packing in zip(
-        measure_packings(documents, length, shards, 5), (greedy, best_fit, one_per_row), strict=True
-    ):
-        packed = PackedSequences(documents, layout=layout, shard=0, rows_per_batch=1, packing=packing)
-        every = [packed.row(number) for number in range(packed.rows_per_epoch)]
-        packed_tokens = sum(piece.length for row in every for piece in row.pieces)
-        assert (actual.packing, actual.waste.rows) == (packing.__name__, len(every))
-        assert actual.waste.padding == pytest.approx(1 - packed_tokens / (len(every) * length))
-        assert actual.waste.dropped == pytest.approx(1 - packed_tokens / total)
-        balances = [attention_balance(layout, documents=row.ends) for row in every[:5]]
-        assert (actual.zigzag, actual.worst_zigzag) == pytest.approx((sum(balances) / 5, max(balances)))
-        assert actual.documents == sum(len(row.pieces) for row in every[:5]) / 5
-        assert 1 <= actual.balanced <= actual.worst_balanced <= actual.worst_zigzag + 1e-9
-        assert 1 <= actual.spans <= length
-
-
-def test_statistics_show_the_purpose_of_each_packing():
-    by_name = {actual.packing: actual.waste for actual in measure_packings(store_of(LENGTHS), 64, 1, 8)}
-    assert by_name["greedy"].rows == -(-store_of(LENGTHS).tokens // 64) and by_name["greedy"].dropped == 0
-    assert by_name["best_fit"].dropped == 0 and by_name["best_fit"].cut == pytest.approx(
-        2 / 10
-    )  # those longer than a row
-    assert by_name["one_per_row"].rows == 10 and by_name["one_per_row"].padding > by_name["best_fit"].padding
-
-
-def test_inspection_has_the_bytes_and_the_balance_of_each_layout(store, capsys, tmp_path):
+def test_info_has_the_bytes_and_the_balance_of_each_layout(store, capsys):
     arguments = ["--length", "64", "--shards", "4", "--rows", "3", "--kv-heads", "2", "--head-dim", "16"]
-    main(["inspect", str(store), *arguments, "--json", "--plot", str(tmp_path / "layouts.png")])
-    output = capsys.readouterr()
-    actual = json.loads(output.out)
-    assert str(tmp_path / "layouts.png") in output.err
-    assert (tmp_path / "layouts.png").read_bytes().startswith(b"\x89PNG")
+    main(["info", str(store), *arguments, "--json"])
+    actual = json.loads(capsys.readouterr().out)
     sample = packed_rows(open_store(store), 64, best_fit, 3)
-    assert (actual["rows"], actual["packing"]) == (len(sample), "best_fit")
+    pieces = sum(len(row.pieces) for row in sample) / len(sample)
+    sizes = {"length": 64, "shards": 4, "rows": len(sample), "pieces": pieces, "packing": "best_fit"}
+    assert actual["packed"] == sizes and actual["documents"] == 10
     by_name = {each["layout"]: each for each in actual["layouts"]}
     assert {"zigzag", "contiguous", "striped", "balanced"} <= set(by_name) <= set(LAYOUTS)
     for name in ("zigzag", "contiguous", "striped"):
@@ -329,7 +258,7 @@ def test_inspection_has_the_bytes_and_the_balance_of_each_layout(store, capsys, 
         assert each["hops"] == pytest.approx(hops / 64)
         # k and v in bfloat16, forward and backward, and their gradients in float32.
         assert each["sent_bytes"] == pytest.approx(hops / 4 * 2 * 2 * 16 * (2 + 2 + 4))
-    main(["inspect", str(store), *arguments])
+    main(["info", str(store), *arguments])
     shown = capsys.readouterr().out
     assert all(name in shown for name in by_name)
 
@@ -340,10 +269,3 @@ def test_unsplit_documents_send_nothing_and_need_as_many_documents_as_shards():
     assert every["uncut documents"].hops == every["balanced"].hops == 0
     assert every["uncut documents"].pairs == every["uncut documents"].tokens == 1
     assert "uncut documents" not in {each.layout for each in measure_layouts(sample, 8, 1)}
-
-
-def test_packings_without_rows_are_refused():
-    documents = store_of(LENGTHS)
-    with pytest.raises(ValueError, match=r"rows .*1; got 0"):
-        measure_packings(documents, 64, 2, 0)
-    assert len(measure_packings(documents, 64, 2, 10**6)) == 3  # all rows, if more are requested

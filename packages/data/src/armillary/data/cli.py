@@ -14,23 +14,29 @@ from typing import Literal
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional
 
 from armillary.data.console.exit import exit_on_error, print_lines
-from armillary.data.console.picture import check_picture, print_written
 from armillary.data.formats import open_store
 from armillary.data.formats.arrow import is_arrow
 from armillary.data.formats.folder import Header, is_folder, verify_folder
-from armillary.data.inspection.layouts import bytes_per_token_hop, inspect_layouts
-from armillary.data.inspection.plot import plot_layouts, plot_lengths
-from armillary.data.inspection.statistics import describe, histogram, measure_packings
-from armillary.data.inspection.tables import print_info, print_layouts, print_omissions, print_packings
+from armillary.data.inspection.layouts import LayoutStatistics, bytes_per_token_hop, measure_layouts, packed_rows
+from armillary.data.inspection.statistics import describe, histogram
+from armillary.data.inspection.tables import print_info, print_layouts, print_omissions
 from armillary.data.loader.batches import check_minimum
+from armillary.data.loader.epochs import PackedRow
 from armillary.data.packing import PACKINGS
-from armillary.data.parsing import parse
+from armillary.data.parsing import parse, refuse_removed
 from armillary.data.prepare import Preparation, Progress, prepare
 from armillary.data.progress import Bar
+from armillary.data.store import TokenStore
 
 PROGRAM = "armillary-data"
 COLUMN = "input_ids"
 """Default column of tokens in a saved dataset."""
+REMOVED = {
+    "inspect": "it is `armillary-data info STORE --length N`",
+    "pack": "`armillary-data info STORE --length N --packing NAME` shows the cost of layouts under a packing",
+    "--plot": "nothing is drawn; `armillary-data info STORE --json` prints the numbers",
+}
+"""Commands and flags of earlier versions, with what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -69,30 +75,40 @@ class Prepare(Preparation):
 
 @dataclass(frozen=True)
 class Info:
-    """Shows the number of documents and tokens of a store, and the lengths of documents.
+    """Shows the number of documents and tokens of a store, the lengths of documents, and the cost of sequence layouts.
 
-    Two ways to start:
+    Three ways to start:
       armillary-data info store
-      # verify checksums, and draw the lengths
-      armillary-data info store --verify --plot lengths.png
+      # verify checksums
+      armillary-data info store --verify
+      # bytes sent and balance of each layout, in rows of 65,536 tokens, each sharded over 8 ranks
+      armillary-data info store --length 64Ki --shards 8
 
     Args:
         store: a folder of `armillary-data prepare`, Megatron's .bin and .idx, or a saved Hugging Face dataset.
-        plot: write the histogram of lengths to this PNG.
         verify: read all bytes of a store of `armillary-data prepare` and compare checksums.
         json: print JSON.
         column: column of tokens in a saved dataset.
+        length: tokens in a row; the other options below are for its table of layouts.
+        shards: ranks that share a row.
+        rows: number of rows to measure.
+        packing: packing of documents into rows.
+        kv_heads: key/value heads of the model.
+        head_dim: size of a head.
     """
 
     store: Positional[Path]
-    plot: Path | None = None
     verify: bool = False
     json: bool = False
     column: str = COLUMN
+    length: int | None = None
+    shards: int = 8
+    rows: int = 16
+    packing: Literal["greedy", "best_fit", "one_per_row"] = "best_fit"
+    kv_heads: int = 8
+    head_dim: int = 128
 
     def run(self) -> None:
-        if self.plot is not None:
-            check_picture(self.plot, "--plot")
         store = open_store(self.store, column=self.column)
         if self.column != COLUMN and not is_arrow(self.store):
             raise ValueError(
@@ -100,99 +116,27 @@ class Info:
             )
         if self.verify:
             verify(self.store)
-        if self.plot is not None:
-            plot_lengths(store, self.plot)
-            print_written(self.plot)
+        rows, layouts = ([], []) if self.length is None else self.measure(store, self.length)
+        pieces = sum(len(row.pieces) for row in rows) / max(len(rows), 1)
         if self.json:
-            print_json(describe(store) | {"histogram": list(map(asdict, histogram(store.lengths)))})
-        else:
-            print_info(store, Header.read(self.store) if is_folder(self.store) else None)
+            figures = describe(store) | {"histogram": list(map(asdict, histogram(store.lengths)))}
+            if layouts:
+                sizes = {"length": self.length, "shards": self.shards, "rows": len(rows), "pieces": pieces}
+                figures |= {"packed": sizes | {"packing": self.packing}, "layouts": list(map(asdict, layouts))}
+            print_json(figures)
+            return
+        print_info(store, Header.read(self.store) if is_folder(self.store) else None)
+        if self.length is not None:
+            print()
+            print_layouts(layouts, self.length, self.shards, len(rows), pieces)
 
-
-@dataclass(frozen=True)
-class Pack:
-    """Shows the cost of each packing, and how evenly the attention of its rows is spread over shards.
-
-    One way to start:
-      # rows of 65,536 tokens, each sharded over 8 ranks
-      armillary-data pack store --length 64Ki --shards 8
-
-    Args:
-        store: a token store.
-        length: tokens in a row.
-        shards: ranks that share a row.
-        rows: number of rows to measure for balance.
-        json: print JSON.
-    """
-
-    store: Positional[Path]
-    length: int
-    shards: int = 8
-    rows: int = 64
-    json: bool = False
-
-    def run(self) -> None:
-        store = open_store(self.store)
+    def measure(self, store: TokenStore, length: int) -> tuple[list[PackedRow], list[LayoutStatistics]]:
+        """Returns the first rows of `length` tokens, and the cost of each layout on them."""
+        check_minimum(1, kv_heads=self.kv_heads, head_dim=self.head_dim, length=length)
+        token_bytes = bytes_per_token_hop(self.kv_heads, self.head_dim)
         with Bar("measuring rows", quiet=self.json) as bar:
-            show = partial(bar.show, "measuring rows")
-            packings = measure_packings(store, self.length, self.shards, self.rows, show)
-        if self.json:
-            print_json(list(map(asdict, packings)))
-        else:
-            print_packings(packings, self.length, self.shards)
-
-
-@dataclass(frozen=True)
-class Inspect:
-    """Shows the bytes sent and the balance of each sequence layout on the rows of a store.
-
-    Two ways to start:
-      # rows of 65,536 tokens, each sharded over 8 ranks
-      armillary-data inspect store --length 64Ki --shards 8
-      # for a model with 4 key/value heads, with a picture of one row in each layout
-      armillary-data inspect store --length 64Ki --kv-heads 4 --plot layouts.png
-
-    Args:
-        store: a token store.
-        length: tokens in a row.
-        shards: ranks that share a row.
-        rows: number of rows to measure.
-        packing: packing of documents into rows.
-        kv_heads: key/value heads of the model.
-        head_dim: size of a head.
-        plot: write a picture of the first row to this PNG.
-        json: print JSON.
-    """
-
-    store: Positional[Path]
-    length: int
-    shards: int = 8
-    rows: int = 16
-    packing: Literal["greedy", "best_fit", "one_per_row"] = "best_fit"
-    kv_heads: int = 8
-    head_dim: int = 128
-    plot: Path | None = None
-    json: bool = False
-
-    def run(self) -> None:
-        if self.plot is not None:
-            check_picture(self.plot, "--plot")
-        check_minimum(1, kv_heads=self.kv_heads, head_dim=self.head_dim)
-        store, token_bytes = open_store(self.store), bytes_per_token_hop(self.kv_heads, self.head_dim)
-        with Bar("measuring rows", quiet=self.json) as bar:
-            show = partial(bar.show, "measuring rows")
-            rows, layouts = inspect_layouts(
-                store, self.length, self.shards, self.rows, PACKINGS[self.packing], token_bytes, show
-            )
-        documents = sum(len(row.pieces) for row in rows) / len(rows)
-        if self.plot is not None:
-            plot_layouts(rows[0], self.shards, token_bytes, self.plot)
-            print_written(self.plot)
-        if self.json:
-            figures = {"length": self.length, "shards": self.shards, "rows": len(rows), "documents": documents}
-            print_json(figures | {"packing": self.packing, "layouts": list(map(asdict, layouts))})
-        else:
-            print_layouts(layouts, self.length, self.shards, len(rows), documents)
+            rows = packed_rows(store, length, PACKINGS[self.packing], self.rows)
+            return rows, measure_layouts(rows, self.shards, token_bytes, partial(bar.show, "measuring rows"))
 
 
 @dataclass(frozen=True)
@@ -203,21 +147,17 @@ class DataCommand:
       armillary-data prepare my/texts --output store --tokenizer bpe
       # number of documents, and their lengths
       armillary-data info store
-      # cost of each packing in rows of 65,536 tokens
-      armillary-data pack store --length 64Ki
-      # bytes sent and balance of each sequence layout
-      armillary-data inspect store --length 64Ki
+      # bytes sent and balance of each sequence layout, in rows of 65,536 tokens
+      armillary-data info store --length 64Ki
 
     commands:
       prepare  makes a token store from text, JSONL, Parquet, saved Hugging Face datasets, or folders of such files
-      info     shows the number of documents and tokens of a store, and the lengths of documents
-      pack     shows the cost of each packing, and how evenly the attention of its rows is spread over shards
-      inspect  shows the bytes sent and the balance of each sequence layout on the rows of a store
+      info     shows the documents and tokens of a store, and the cost of each sequence layout on its rows
 
     armillary-data COMMAND --help lists the options.
     """
 
-    command: OmitArgPrefixes[OmitSubcommandPrefixes[Prepare | Info | Pack | Inspect]]
+    command: OmitArgPrefixes[OmitSubcommandPrefixes[Prepare | Info]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -230,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(cleandoc(DataCommand.__doc__ or ""))
         return
     with exit_on_error(PROGRAM):
+        # The command, and flags: other words may be paths.
+        refuse_removed([*words[:1], *(word for word in words if word.startswith("--"))], REMOVED)
         parse(words, DataCommand, PROGRAM).command.run()
 
 

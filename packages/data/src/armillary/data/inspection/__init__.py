@@ -1,1 +1,1 @@
-"""Statistics of stores, packings and layouts, their tables and plots."""
+"""Statistics of stores and of sequence layouts, and their tables."""

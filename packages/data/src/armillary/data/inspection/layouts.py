@@ -51,8 +51,10 @@ def packed_rows(store: TokenStore, length: int, packing: Packing, rows: int) -> 
     """Returns at most the first `rows` rows of a packed store's first epoch.
 
     Raises:
-        ValueError: `PackedSequences` refuses an argument.
+        ValueError: no rows, or `PackedSequences` refuses an argument.
     """
+    check_minimum(1, rows=rows, length=length)
+    check_length([store], length)
     layout = SequenceLayout.contiguous(length, 1)
     sequences = PackedSequences(store, layout=layout, shard=0, rows_per_batch=1, packing=packing)
     return [sequences.row(number) for number in range(min(rows, sequences.rows_per_epoch))]
@@ -78,7 +80,6 @@ def measure_layouts(
     rows: Sequence[PackedRow],
     shards: int,
     token_bytes: int,
-    names: Sequence[str] = LAYOUTS,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[LayoutStatistics]:
     """Returns the cost of each layout on some rows. Layouts that no row has are left out.
@@ -91,11 +92,12 @@ def measure_layouts(
         ValueError: no rows, or more shards than tokens.
     """
     check_minimum(1, rows=len(rows), shards=shards)
+    SequenceLayout.contiguous(rows[0].ends[-1], shards)  # refuses more shards than tokens
     statistics: list[LayoutStatistics] = []
-    for i, name in enumerate(names):
+    for i, name in enumerate(LAYOUTS):
         hops, pairs, tokens, spans = list[float](), list[float](), list[float](), 0
         for j, row in enumerate(rows):
-            progress(i * len(rows) + j, len(names) * len(rows))
+            progress(i * len(rows) + j, len(LAYOUTS) * len(rows))
             layout = layout_for(name, row, shards)
             if layout is None:
                 continue
@@ -109,31 +111,6 @@ def measure_layouts(
             balance = mean(pairs), max(pairs), mean(tokens), max(tokens)
             statistics.append(LayoutStatistics(name, len(hops), mean(hops), sent_bytes, *balance, spans))
     return statistics
-
-
-def inspect_layouts(
-    store: TokenStore,
-    length: int,
-    shards: int,
-    rows: int,
-    packing: Packing,
-    token_bytes: int,
-    progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> tuple[list[PackedRow], list[LayoutStatistics]]:
-    """Returns the first rows of a packed store, and the cost of each layout on them.
-
-    Args:
-        rows: number of rows to measure, at most those of an epoch.
-        token_bytes, progress: as in `measure_layouts`.
-
-    Raises:
-        ValueError: no rows, or an argument that `PackedSequences` or a layout refuses.
-    """
-    check_minimum(1, rows=rows, length=length, shards=shards)
-    check_length([store], length)
-    SequenceLayout.contiguous(length, shards)  # refuses more shards than tokens
-    sample = packed_rows(store, length, packing, rows)
-    return sample, measure_layouts(sample, shards, token_bytes, LAYOUTS, progress)
 
 
 def bytes_per_token_hop(kv_heads: int, head_dim: int) -> int:

@@ -1,4 +1,4 @@
-"""Printed output of `armillary-data info`, `pack`, `inspect` and `prepare`."""
+"""Printed output of `armillary-data info` and `prepare`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from armillary.data.console.exit import one_line, print_lines
 from armillary.data.console.table import Column, print_table
 from armillary.data.formats.folder import Header
 from armillary.data.inspection.layouts import LayoutStatistics
-from armillary.data.inspection.statistics import PackingStatistics, describe, histogram
+from armillary.data.inspection.statistics import describe, histogram
 from armillary.data.store import TokenStore
 
 BAR_WIDTH = 24
@@ -52,29 +52,6 @@ def print_info(store: TokenStore, header: Header | None) -> None:
         rows.append([lengths, f"{b.documents:,}", f"{100 * b.tokens / max(store.tokens, 1):.1f}", bar])
     heads = [Column("tokens in a document"), Column("documents"), Column("share of tokens (%)"), Column("", text=True)]
     print_table(heads, rows)
-
-
-def print_packings(packings: Sequence[PackingStatistics], length: int, shards: int) -> None:
-    """Prints the cost of packings and the balance of their rows, a column for each packing."""
-    rows = {
-        "rows in an epoch": [f"{p.waste.rows:,}" for p in packings],
-        "padding (% of row tokens)": [f"{100 * p.waste.padding:.2f}" for p in packings],
-        "dropped (% of store tokens)": [f"{100 * p.waste.dropped:.2f}" for p in packings],
-        "cut (% of all documents)": [f"{100 * p.waste.cut:.2f}" for p in packings],
-        "pieces in a row": [f"{p.documents:.1f}" for p in packings],
-        "zigzag: balance": [f"{p.zigzag:.3f}" for p in packings],
-        "zigzag: worst row": [f"{p.worst_zigzag:.3f}" for p in packings],
-        "balanced: balance": [f"{p.balanced:.3f}" for p in packings],
-        "balanced: worst row": [f"{p.worst_balanced:.3f}" for p in packings],
-        "zigzag: hops of a token": [f"{p.zigzag_hops:.3f}" for p in packings],
-        "contiguous: hops of a token": [f"{p.contiguous_hops:.3f}" for p in packings],
-        "balanced: hops of a token": [f"{p.balanced_hops:.3f}" for p in packings],
-        "balanced: most spans of a shard": [f"{p.spans}" for p in packings],
-    }
-    print(f"rows of {length:,} tokens, {shards} shards; balance is the pairs of the fullest shard over the mean;")
-    print("the bytes that a ring sends are proportional to hops\n")
-    heads = [Column("packing", text=True), *(Column(p.packing) for p in packings)]
-    print_table(heads, [[name, *values] for name, values in rows.items()])
 
 
 def print_layouts(layouts: Sequence[LayoutStatistics], length: int, shards: int, rows: int, documents: float) -> None:
