@@ -35,7 +35,7 @@ from armillary.attention import (
 from armillary.attention.tiling.tiles import tiles
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import World, mesh
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 
 sys.path.insert(0, str(Path(__file__).parent))
 import report

@@ -27,11 +27,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.utils import get_total_norm
 
 from armillary.attention import AttentionMask, Ring
-from armillary.core import compat
 from armillary.core.gradients import gradient_norm
-from armillary.data.console.quantity import count_argument
-from armillary.models import Llama, LlamaConfig, linear_token_loss
-from armillary.models.layers.interleaved import all_gather_interleaved, reduce_scatter_interleaved
+from armillary.core.parts import compat
+from armillary.data.console.units import count_argument
+from armillary.models import Llama, LlamaConfig, all_gather_interleaved, linear_token_loss, reduce_scatter_interleaved
 
 TOKENS, EMBED, HEADS, KEY_HEADS, HEAD_DIM, WEIGHTS = 64, 64, 32, 8, 128, 20
 Call = Callable[[], object]

@@ -28,7 +28,7 @@ from armillary.attention import build_attention
 from armillary.core import SequenceLayout, build_mesh
 from armillary.core.testing import World
 from armillary.data import python_corpus
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 from armillary.models import Llama, LlamaConfig, initialize
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -32,7 +32,7 @@ from armillary.attention.methods.teams import Teams
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance
 from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 from armillary.data.prepare import Preparation, prepare
 from armillary.data.prepare.encode import Part
 from armillary.data.prepare.run import StoreWriter

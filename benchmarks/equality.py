@@ -30,7 +30,7 @@ from torch import Tensor
 from armillary.attention import AttentionMask, Local
 from armillary.core import SequenceLayout
 from armillary.core.testing import World
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 from armillary.models.block import Block
 from armillary.train import (
     Config,

@@ -37,9 +37,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import report
 
 from armillary.attention import AttentionMask, Method, build_attention
-from armillary.attention.kernels import Kernel
+from armillary.attention.parts import Kernel
 from armillary.core import build_mesh
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 
 TOKENS, HEADS, KEY_HEADS, HEAD_DIM = 64, 32, 8, 128
 MESHES = {

@@ -28,9 +28,8 @@ from namespaces import Namespaces
 
 from armillary.core import CommLedger, SequenceLayout
 from armillary.data import PackedSequences, best_fit
-from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, prepare, process_group
-from armillary.train.rows import open_stores
-from armillary.train.run import Run
+from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, Run, TrainConfig, prepare, process_group
+from armillary.train.parts import open_stores
 from armillary.train.step import train_step
 
 RANKS, PORT = 4, 29500

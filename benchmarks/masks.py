@@ -30,7 +30,7 @@ from armillary.attention import AttentionMask, Local, Slice
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import grid_of
 from armillary.core import SequenceLayout
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 
 sys.path.insert(0, str(Path(__file__).parent))
 import report

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import normalize, scaled_dot_product_attention, softplus
 
 from armillary.attention import AttentionMask, gated_delta_rule, ssd
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 
 BAR = 3.0
 BOUND = ("delta rule", "ssd")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from armillary.attention import AttentionMask, AttentionShape, Local, build_comm_plan
 from armillary.core import SequenceLayout
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 
 sys.path.insert(0, str(Path(__file__).parent))
 import report

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from armillary.attention.mask import AttentionMask
+from armillary.attention import AttentionMask
 from armillary.core import SequenceLayout
 from conformance.case import Case
 from conformance.placing import Placing

@@ -6,17 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from armillary.attention.mask import (
-    AttentionMask,
-    Blocks,
-    Chunked,
-    ImageSpans,
-    Pattern,
-    Prefix,
-    RowMasks,
-    SliceList,
-    Tree,
-)
+from armillary.attention import AttentionMask
+from armillary.attention.mask import Blocks, Chunked, ImageSpans, Pattern, Prefix, RowMasks, SliceList, Tree
 
 KINDS = ("contiguous", "zigzag", "striped")
 LAYOUTS = (*KINDS, "balanced", "uneven", "spans")

@@ -26,7 +26,7 @@ import torch
 
 from armillary.core.testing import World
 from armillary.core.testing.staged import STAGED
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 from conformance.case import Case
 from conformance.compositions import METHODS, Composition, compositions
 from conformance.draw import RANKS, Trial, drawn

@@ -12,24 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.methods.base import Method
-from armillary.attention.methods.ring import Backward, Ring
-from armillary.attention.methods.teams import Placement
-from armillary.attention.methods.wallfacer import WallFacer
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
+from armillary.attention import AttentionShape, CommPlan, Method, Ring, WallFacer, build_attention, build_comm_plan
+from armillary.attention.methods.ring import Backward
 from armillary.attention.planning.ring import RingPlan
 from armillary.attention.planning.wallfacer import WallFacerPlan
-from armillary.attention.registry import (
-    ALIASES,
-    HEAD_METHODS,
-    SEQUENCE_METHODS,
-    build_attention,
-    build_comm_plan,
-    names,
-)
-from armillary.core import compat
+from armillary.attention.plans import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, Placement, names
 from armillary.core.mesh import ALL_AXES
-from armillary.core.sequence import SEQUENCE_AXES
+from armillary.core.parts import SEQUENCE_AXES, compat
 from armillary.core.testing import mesh
 
 Axes = Mapping[str, int]

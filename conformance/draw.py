@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from armillary.attention.mask.layouts import layout_of
-from armillary.core.placements import chunk_sizes
-from armillary.core.sequence import SEQUENCE_AXES, nested_sizes
+from armillary.core.parts import SEQUENCE_AXES, chunk_sizes, nested_sizes
 from conformance.case import EVERYTHING, GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, SINKS, Case
 from conformance.compositions import METHODS, Composition, compositions
 from conformance.draw_masks import drawn_mask

@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
-from armillary.attention.mask import AttentionMask, RowMasks, Slice
+from armillary.attention import AttentionMask, Slice
+from armillary.attention.mask import RowMasks
 
 MaskDraw = Callable[[Random, int], AttentionMask]
 """Draws a mask for a sequence of this many tokens."""

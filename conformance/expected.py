@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from armillary.attention.reference import reference_attention, visible_pairs
+from armillary.attention import reference_attention
+from armillary.attention.reference import visible_pairs
 from conformance.case import Case
 from conformance.tensors import inputs, project_qkv
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from armillary.attention.mask import AttentionMask
-from armillary.core.placements import chunk_sizes, describe
+from armillary.attention import AttentionMask
+from armillary.core.parts import chunk_sizes, describe
 from conformance.case import Case
 from conformance.tensors import HEAD_DIMS, SHARED, CasePart, global_shape
 

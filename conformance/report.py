@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from armillary.core.files import writing
-from armillary.data.console.table import Column, print_table
+from armillary.core.parts import writing
+from armillary.data.console import Column, print_table
 from conformance.case import PATTERNS, mask_kinds
 from conformance.draw import Trial
 from conformance.run import Verdict

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from armillary.attention.mask import AttentionMask, Slice
+from armillary.attention import AttentionMask, Slice
 from conformance.case import Case
 
 MASKS: dict[str, Callable[[int, int, int], AttentionMask]] = {

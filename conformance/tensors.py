@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.core import SequenceLayout
-from armillary.core.placements import chunk_sizes
-from armillary.core.sequence import nested_sizes
+from armillary.core.parts import chunk_sizes, nested_sizes
 from conformance.case import CAUSAL, Case
 from conformance.memory import Memory
 

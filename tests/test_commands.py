@@ -10,8 +10,8 @@ import pytest
 
 from armillary.check import cli as check
 from armillary.data import cli as data
+from armillary.data.console import parse
 from armillary.data.loader.batches import check_minimum
-from armillary.data.parsing import parse
 from armillary.plan import cli as plan
 from armillary.plan.comm_volume import BytesOptions
 from armillary.plan.dry_run import read_options
@@ -27,7 +27,7 @@ from armillary.train import cli as train
 from armillary.train.checkpoint import export
 from armillary.train.checkpoint.export import Export
 from armillary.train.command import read_command
-from armillary.train.config.limits import check_limits
+from armillary.train.config import check_limits
 from armillary.train.generate import cli as generate
 from armillary.train.generate.command import read_generate
 from conformance import command as conformance

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import armillary.train
-from armillary.core.placements import local_of
+from armillary.core.parts import local_of
 from armillary.core.testing import relative_error
 from armillary.train import Config, DataConfig, ModelConfig, Run, TrainConfig, prepare, process_group
 from armillary.train.step import backward, train_step

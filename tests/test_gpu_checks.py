@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from armillary.core import compat
+from armillary.core.parts import compat
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from gpu import command

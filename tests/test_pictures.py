@@ -17,7 +17,7 @@ import torch
 from armillary.attention import AttentionMask, AttentionShape, build_comm_plan
 from armillary.attention.planning.comm_plan import Role
 from armillary.core import SequenceLayout
-from armillary.core.observe.ledger import KINDS
+from armillary.core.parts import KINDS
 from armillary.core.testing.refusals import refusal
 from armillary.train.reporting import journal
 from armillary.train.reporting.metrics import StepMetrics

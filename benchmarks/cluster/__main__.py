@@ -27,7 +27,7 @@ from verdict import verdict
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
 
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 
 HERE = Path(__file__).parent
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import AttentionMask, Method
-from armillary.attention.methods.teams import Placement
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
+from armillary.attention import AttentionMask, AttentionShape, CommPlan, Method
+from armillary.attention.plans import Placement
 from armillary.core import SequenceLayout
 from armillary.plan import Cluster
 from armillary.plan.memory.estimate import AttentionChoice

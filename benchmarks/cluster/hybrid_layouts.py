@@ -31,11 +31,10 @@ from predict import BACKWARD, FORWARD
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from armillary.attention import AttentionMask, Local, Ring, gated_delta_rule
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
-from armillary.attention.planning.states import relayout_comm_plan, state_comm_plan
+from armillary.attention import AttentionMask, AttentionShape, CommPlan, Local, Ring, gated_delta_rule
+from armillary.attention.plans import relayout_comm_plan, state_comm_plan
 from armillary.core import Axis, CommLedger, SequenceLayout, build_mesh, relayout
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 from armillary.plan import Cluster
 from armillary.plan.comm_time.comm_plan_time import plan_seconds
 from armillary.plan.memory.estimate import AttentionChoice

@@ -20,9 +20,9 @@ from predict import cell_sizes
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, Method
-from armillary.attention.planning.send import Send
+from armillary.attention.plans import Send
 from armillary.core import CommLedger, build_mesh
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 
 Turn = Callable[[], tuple[Tensor, ...]]
 TOLERANCE = 1e-4

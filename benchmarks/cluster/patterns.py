@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from armillary.attention.planning.send import Send
+from armillary.attention.plans import Send
 from armillary.plan import Cluster
 
 LARGE, SMALL = 500_000, 1_000

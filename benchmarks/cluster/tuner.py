@@ -17,7 +17,7 @@ from typing import Any
 
 from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
 
-from armillary.data.console.quantity import count_argument
+from armillary.data.console.units import count_argument
 from armillary.plan import Cluster
 
 sys.path.insert(0, str(Path(__file__).parent.parent))

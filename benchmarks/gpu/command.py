@@ -36,7 +36,7 @@ import report
 import torch
 import torch.distributed as dist
 
-from armillary.data.console.table import Column, print_table
+from armillary.data.console import Column, print_table
 from gpu.check import Check, Row, Setting
 from gpu.device import CpuDevice, CudaDevice
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, FlatBuffer, build_mesh, compat, start_exchange
+from armillary.core import Axis, FlatBuffer, build_mesh, start_exchange
+from armillary.core.parts import compat
 from gpu.check import Check, Row, Setting
 from gpu.launch import Place, failure_on_ranks, joined, on_ranks
 
@@ -105,7 +106,7 @@ def named_in(report: Path) -> set[int]:
 
 def hang(place: Place, stuck: int, way: str, limit: float, folder: str) -> None:
     """A run in which one rank never reaches the second step."""
-    from armillary.train.runtime.health.watchdog import Watchdog  # needs pydantic
+    from armillary.train.parts import Watchdog  # needs pydantic
 
     with joined(place, ASKED) as rank:
         axis = Axis.of(mesh_of_all(place)["ring"])

@@ -16,15 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.attention.call.token_chunks import simulating
+from armillary.attention.parts import simulating
 from armillary.core import CommLedger
 from armillary.models import Checkpointing, GPTConfig
-from armillary.models.activation_checkpoint.offload import simulated_stream
-from armillary.models.parallel import begin_micro_batch
-from armillary.models.parallel.fsdp import ZeroStage
-from armillary.plan.memory import Job, LiveBytes, SimulatedStep, fake_world
+from armillary.models.parallel import ZeroStage, begin_micro_batch
+from armillary.models.parts import simulated_stream
+from armillary.plan.memory import Job, LiveBytes, SimulatedStep
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.memory.simulation.live_bytes import tensors_in
+from armillary.train.parts import fake_world
 
 DIM, HEADS, LENGTH = 512, 16, 8192
 BLOCK = 12 * DIM**2

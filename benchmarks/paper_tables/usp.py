@@ -8,11 +8,11 @@ import report
 import torch
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.planning.comm_plan import Step
 from armillary.attention.planning.ring import RingPlan
 from armillary.attention.planning.ulysses import UlyssesPlan
+from armillary.attention.plans import Step
 from armillary.core import SequenceLayout
-from armillary.models.parallel.fsdp import ZeroStage
+from armillary.models.parallel import ZeroStage
 from armillary.plan import Cluster
 from armillary.plan.comm_time.comm_plan_time import FORWARD_FLOPS, PassTime, plan_seconds
 from armillary.plan.comm_volume import BytesOptions, plan_bytes

@@ -10,8 +10,7 @@ import report
 import torch
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.methods.teams import Placement
-from armillary.attention.planning.memory import Sizes
+from armillary.attention.plans import Placement, Sizes
 from armillary.core import SequenceLayout
 from armillary.models import Checkpointing
 from armillary.plan import Cluster

@@ -30,14 +30,14 @@ from typing import Any
 from mask_cells import Shares, shares_of
 from mask_picture import draw_mask
 
-from armillary.attention.mask import AttentionMask, Blocks, Slice, SliceList, Tree
+from armillary.attention import AttentionMask, Slice
+from armillary.attention.mask import Blocks, SliceList, Tree
 from armillary.attention.mask.layouts import layout_of
-from armillary.attention.registry import MethodOptions
+from armillary.attention.plans import MethodOptions
 from armillary.core import SequenceLayout
-from armillary.core.files import writing
-from armillary.data.console.exit import exit_on_error
-from armillary.data.console.quantity import count_argument, whole_number
-from armillary.data.console.table import Column, print_table
+from armillary.core.parts import writing
+from armillary.data.console import Column, exit_on_error, print_table, whole_number
+from armillary.data.console.units import count_argument
 
 PROGRAM = "python docs/tools/draw_mask.py"
 NONE = "none"

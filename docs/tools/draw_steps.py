@@ -24,13 +24,11 @@ from step_page import MethodSteps, comparison, html_page, svg_file
 
 from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.methods.ring import Backward
-from armillary.attention.methods.teams import Placement
-from armillary.attention.registry import MethodOptions, NamedMethod, named_method
-from armillary.core.files import writing
-from armillary.data.console.exit import exit_on_error
-from armillary.data.parsing import parse
+from armillary.attention.plans import MethodOptions, NamedMethod, Placement, named_method
+from armillary.core.parts import writing
+from armillary.data.console import exit_on_error, parse
 from armillary.plan.presets import amount
-from armillary.train.config.limits import Count, CountOrNone, check_limits
+from armillary.train.config import Count, CountOrNone, check_limits
 
 PROGRAM = "python docs/tools/draw_steps.py"
 MOST_RANKS = 64

@@ -16,10 +16,11 @@ from palette import rank_colors, text_color
 
 from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.planning.comm_plan import JoinedShards
-from armillary.attention.registry import DEFAULT_OPTIONS, MethodOptions, named_method
+from armillary.attention.plans import MethodOptions, named_method
+from armillary.attention.registry import DEFAULT_OPTIONS
 from armillary.attention.tiling.spans import SpanTable, pair_counts, tile_array
 from armillary.core import SequenceLayout
-from armillary.core.slices import Integers, Slices, widen
+from armillary.core.parts import Integers, Slices, widen
 
 MIN_SHARE = 1 / 40
 """Smallest width of an area that gets a step number, as a fraction of the picture's side."""

@@ -21,11 +21,12 @@ from matplotlib import ticker
 from matplotlib.figure import Figure
 from palette import blend, light_colors, rank_colors
 
-from armillary.attention.mask import AttentionMask, Blocks, ImageSpans, Tree
-from armillary.attention.registry import DEFAULT_OPTIONS, MethodOptions
+from armillary.attention import AttentionMask
+from armillary.attention.mask import Blocks, ImageSpans, Tree
+from armillary.attention.plans import MethodOptions
+from armillary.attention.registry import DEFAULT_OPTIONS
 from armillary.core import SequenceLayout
-from armillary.core.files import writing
-from armillary.core.slices import Integers, Slices
+from armillary.core.parts import Integers, Slices, writing
 
 CELLS = 192
 """Maximum number of cells per side of a picture."""

@@ -20,7 +20,7 @@ from step_frames import Frame, RankBlock
 
 from armillary.attention import AttentionMask
 from armillary.attention.mask.blocks import rectangles
-from armillary.attention.planning.comm_plan import Move
+from armillary.attention.plans import Move
 from armillary.core import SequenceLayout
 
 SIDE = 200

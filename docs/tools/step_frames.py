@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from armillary.attention import CommPlan
-from armillary.attention.planning.comm_plan import Kind, Move, Role, Step
+from armillary.attention.planning.comm_plan import Kind, Role
+from armillary.attention.plans import Move, Step
 
 
 class RankBlock(NamedTuple):

@@ -8,16 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.attention.mask import AttentionMask
+from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.mask.layouts import layout_of
 from armillary.attention.methods.teams import Teams, fitting_teams
-from armillary.attention.planning.comm_plan import AttentionShape
 from armillary.attention.planning.token_ring import TokenRingPlan
-from armillary.attention.registry import MethodOptions, named_method
+from armillary.attention.plans import MethodOptions, named_method
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance, attention_traffic
-from armillary.core.layout import Side
+from armillary.core.parts import Side
 from armillary.core.testing import mesh
 
 N = 2**16

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from armillary.attention import AttentionMask, Local, Method, build_attention
 from armillary.attention.call.graph_key import CallNumbers, GraphKey
-from armillary.attention.call.spec import AttentionOptions
+from armillary.attention.parts import AttentionOptions
 from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
 

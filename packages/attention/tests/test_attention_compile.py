@@ -11,12 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from armillary.attention import AttentionMask, Local, Method, Ulysses, UPipe, build_attention
-from armillary.attention.call.graph_calls import ProjectionParts
+from armillary.attention import AttentionMask, Local, Method, Slice, Ulysses, UPipe, build_attention
 from armillary.attention.call.graph_key import layout_of_numbers
-from armillary.attention.call.registered import register_as_tensor
 from armillary.attention.kernels import Dense
-from armillary.attention.mask import Slice
+from armillary.attention.parts import ProjectionParts, register_as_tensor
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.attention import AttentionSpec, Local, Method, Saved, Ulysses
-from armillary.attention.mask import AttentionMask
-from armillary.attention.reference import reference_attention, visible_pairs
+from armillary.attention import AttentionMask, AttentionSpec, Local, Method, Saved, Ulysses, reference_attention
+from armillary.attention.reference import visible_pairs
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh

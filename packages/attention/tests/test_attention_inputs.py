@@ -23,16 +23,8 @@ from armillary.attention import (
     WallFacer,
     reference_attention,
 )
-from armillary.attention.kernels import (
-    CpuFlash,
-    CudaFlash,
-    Dense,
-    FlashAttn2,
-    FlashAttn3,
-    FlashAttn4,
-    Scores,
-    contiguous_rows,
-)
+from armillary.attention.kernels import CpuFlash, CudaFlash, Dense, FlashAttn2, FlashAttn4, Scores, contiguous_rows
+from armillary.attention.parts import FlashAttn3
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 

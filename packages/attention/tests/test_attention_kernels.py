@@ -14,8 +14,7 @@ from torch._meta_registrations import meta__efficient_attention_backward
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.attention.call.spec import AttentionOptions, AttentionSpec
-from armillary.attention.call.validation import check_call
+from armillary.attention import AttentionMask, AttentionSpec, Local
 from armillary.attention.kernels import (
     EFFICIENCY,
     KERNELS,
@@ -25,23 +24,18 @@ from armillary.attention.kernels import (
     Dense,
     Efficient,
     FlashAttn2,
-    FlashAttn3,
     FlashAttn4,
-    Inputs,
     Scores,
-    choose_kernel,
     cuda_flash,
     cudnn,
     efficient,
 )
-from armillary.attention.kernels.flash import Flash
 from armillary.attention.kernels.installed import module_exists, parameters
 from armillary.attention.kernels.packing import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, Sequences
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.kernels.top_left import TopLeft
 from armillary.attention.kernels.windows import window_of
-from armillary.attention.mask import AttentionMask
-from armillary.attention.methods.local import Local
+from armillary.attention.parts import AttentionOptions, Flash, FlashAttn3, Inputs, check_call, choose_kernel
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum, TilePart
 from armillary.attention.tiling.packs import Shards, SingleCall, pack_calls

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.attention import AttentionMask, Local, Ring
+from armillary.attention import AttentionMask, Local, Ring, build_attention
 from armillary.attention.call import spec
 from armillary.attention.mask.bounded_cache import BYTES_PER_NUMBER, MAX_BYTES, MAX_ENTRIES, BoundedCache
-from armillary.attention.registry import build_attention
 from armillary.attention.rotation.reach import Reach
 from armillary.attention.tiling import block, grid
 from armillary.core.testing import mesh

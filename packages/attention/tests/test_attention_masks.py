@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.utils import _apply_to_tensors
 
-from armillary.attention.mask import AttentionMask, Prefix, Slice, Tree
+from armillary.attention import AttentionMask, Slice
+from armillary.attention.mask import Prefix, Tree
 from armillary.attention.reference import visible_pairs
 from conformance.draw_masks import (
     block_mask,

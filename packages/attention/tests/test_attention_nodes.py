@@ -23,7 +23,7 @@ from armillary.attention import (
     build_attention,
     build_comm_plan,
 )
-from armillary.attention.registry import named_method
+from armillary.attention.plans import named_method
 from armillary.attention.rotation.nodes import NodeRings
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.partial_layout import PartialLayout

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.attention.mask import AttentionMask, Slice, Tree
-from armillary.attention.reference import reference_attention, visible_pairs
+from armillary.attention import AttentionMask, Slice, reference_attention
+from armillary.attention.mask import Tree
+from armillary.attention.reference import visible_pairs
 from conformance.draw_masks import tree_mask
 
 FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()

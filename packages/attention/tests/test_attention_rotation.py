@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from armillary.attention import AttentionMask, Ring, TokenRing, reference_attention
-from armillary.attention.call.spec import AttentionSpec, key_heads_of
-from armillary.attention.kernels import Inputs, Scores, choose_kernel
+from armillary.attention import AttentionMask, AttentionSpec, Ring, TokenRing, reference_attention
+from armillary.attention.call.spec import key_heads_of
+from armillary.attention.kernels import Scores
+from armillary.attention.parts import Inputs, choose_kernel
 from armillary.attention.reference import visible_pairs
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import RingTopology, RotatingSide

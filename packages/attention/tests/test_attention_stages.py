@@ -4,9 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.attention.call.sources import head_slices, select_heads, write_heads
+from armillary.attention.call.sources import write_heads
 from armillary.attention.call.spec import key_heads_of
 from armillary.attention.methods.stages import RankHeads, Stage, stages_of
+from armillary.attention.parts import head_slices, select_heads
 
 
 def plan(heads: int, key_heads: int, ranks: int, at_once: int) -> tuple[Stage, ...]:

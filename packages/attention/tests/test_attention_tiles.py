@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from armillary.attention.mask import AttentionMask
+from armillary.attention import AttentionMask
 from armillary.attention.reference import visible_pairs
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.tiles import tiles

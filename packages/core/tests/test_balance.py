@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from armillary.core import SequenceLayout, attention_balance
 from armillary.core.balancing.partition import distribute
 from armillary.core.balancing.work_density import TokenRuns, Work
-from armillary.core.slices import Slices, mask_slices, slice_array
+from armillary.core.parts import Slices, mask_slices, slice_array
 
 
 class Mask:

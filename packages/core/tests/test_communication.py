@@ -21,7 +21,6 @@ from armillary.core import (
     ReceiveBuffers,
     SequenceLayout,
     build_mesh,
-    compat,
     merge_,
     start_exchange,
     start_head_to_seq,
@@ -30,6 +29,7 @@ from armillary.core import (
 from armillary.core.collectives.collective import pack
 from armillary.core.collectives.exchange import finish
 from armillary.core.mesh import ALL_AXES
+from armillary.core.parts import compat
 from armillary.core.testing import World, mesh
 
 

@@ -5,7 +5,8 @@ from inspect import cleandoc
 import pytest
 
 from armillary.core import CommLedger
-from armillary.core.observe.ledger import format_bytes, phase
+from armillary.core.observe.ledger import format_bytes
+from armillary.core.parts import phase
 
 TABLE = """\
 axis     kind                            forward                     backward                        total  messages

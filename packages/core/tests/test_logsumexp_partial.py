@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from armillary.core import CommLedger, LogSumExpPartial, compat
+from armillary.core import CommLedger, LogSumExpPartial
 from armillary.core.logsumexp_partial import merge_parts, pack_partial, unpack_partial
-from armillary.core.placements import chunk_sizes
+from armillary.core.parts import chunk_sizes, compat
 from armillary.core.testing import Dispatched, mesh, relative_error
 from armillary.core.testing.dtensors import draw_placements, local_part
 

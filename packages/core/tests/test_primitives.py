@@ -13,20 +13,18 @@ from armillary.core import (
     Axis,
     CommLedger,
     LogSumExpPartial,
-    start_all_gather,
-    start_merge_scatter,
-    start_reduce_scatter,
-    start_scatter_parts,
-)
-from armillary.core.collectives.differentiable import (
     all_gather,
     all_reduce,
     head_to_seq,
     merge_scatter,
     reduce_scatter,
     seq_to_head,
+    start_all_gather,
+    start_merge_scatter,
+    start_reduce_scatter,
+    start_scatter_parts,
 )
-from armillary.core.placements import chunk_sizes
+from armillary.core.parts import chunk_sizes
 from armillary.core.testing import mesh, relative_error
 from armillary.core.testing.refusals import value_errors
 

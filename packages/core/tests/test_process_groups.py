@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.core import Axis, build_mesh, compat, start_process_group
+from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core import mesh as core_mesh
 from armillary.core.gloo_threads import THREADS, gloo_thread_states
 from armillary.core.mesh import ALL_AXES, own_device
+from armillary.core.parts import compat
 from armillary.core.testing import World, mesh
 from armillary.core.testing.world import fork_context
 

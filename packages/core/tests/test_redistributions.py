@@ -10,8 +10,17 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from armillary.core import CommLedger, all_gather, compat, head_to_seq, merge_scatter, reduce_scatter, seq_to_head
-from armillary.core.logsumexp_partial import LogSumExpPartial, pack_partial, unpack_partial
+from armillary.core import (
+    CommLedger,
+    LogSumExpPartial,
+    all_gather,
+    head_to_seq,
+    merge_scatter,
+    reduce_scatter,
+    seq_to_head,
+)
+from armillary.core.logsumexp_partial import pack_partial, unpack_partial
+from armillary.core.parts import compat
 from armillary.core.testing import mesh
 from armillary.core.testing.dtensors import draw_placements, local_part, place
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from armillary.core import Segments
-from armillary.core.segments import misplaced_segment, path_depths
+from armillary.core.parts import misplaced_segment, path_depths
 
 TREES = {
     "documents": ((0, 3, 7, 8), (-1, -1, -1)),

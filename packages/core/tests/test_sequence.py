@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from armillary.core import CommLedger, SequenceLayout, compat, distribute_sequence, gather_sequence, sequence_from_local
+from armillary.core import CommLedger, SequenceLayout, distribute_sequence, gather_sequence, sequence_from_local
 from armillary.core.layout import shard_order
-from armillary.core.sequence import is_cut_by_dtensor, nested_sizes
+from armillary.core.parts import compat, is_cut_by_dtensor, nested_sizes
 from armillary.core.testing import mesh
 from armillary.core.testing.dtensors import place
 

@@ -10,7 +10,7 @@ from data_stores import every_shard, numbered, read_rows, single_rank_rows
 
 from armillary.core import SequenceLayout
 from armillary.data import ByteTokenizer, Vocabulary, is_store, one_per_row, open_store
-from armillary.data.detection import tokenizer_of
+from armillary.data.parts import tokenizer_of
 
 datasets = pytest.importorskip("datasets")
 

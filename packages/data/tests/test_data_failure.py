@@ -8,8 +8,7 @@ import time
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from armillary.data.console.exit import exit_on_error
-from armillary.data.console.failure import report_failure
+from armillary.data.console import exit_on_error, report_failure
 
 
 @pytest.fixture

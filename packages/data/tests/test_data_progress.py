@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from armillary.data.progress import Bar
+from armillary.data.console import Bar
 
 
 class Terminal(io.StringIO):

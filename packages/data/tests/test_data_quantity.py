@@ -4,7 +4,8 @@ import argparse
 
 import pytest
 
-from armillary.data.console.quantity import byte_quantity, count_argument, quantity, whole_number
+from armillary.data.console import byte_quantity, quantity, whole_number
+from armillary.data.console.units import count_argument
 
 NUMBERS = {
     "131072": 131_072,

@@ -14,9 +14,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from armillary.core import SequenceLayout
-from armillary.data import ByteTokenizer, Document, PackedSequences, TokenStore
+from armillary.data import ByteTokenizer, Document, PackedSequences, TextTokenizer, TokenStore
 from armillary.data import Tokenizer as Protocol
-from armillary.data.text.tokenizer import TextTokenizer, decode_utf8, train_bpe
+from armillary.data.text.tokenizer import decode_utf8, train_bpe
 
 LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.data import ByteTokenizer
-from armillary.data.text.streamer import TextStreamer
+from armillary.data.parts import TextStreamer
 
 tokenizer = ByteTokenizer()
 

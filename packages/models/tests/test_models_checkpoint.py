@@ -16,11 +16,10 @@ from torch.utils._pytree import tree_leaves
 from armillary.attention import AttentionMask, Local, UPipe
 from armillary.core.testing import relative_error
 from armillary.models import Checkpointing, Llama, LlamaConfig, in_chunks, initialize, linear_token_loss
-from armillary.models.activation_checkpoint.policy import Policy
 from armillary.models.block import Context
 from armillary.models.layers.chunked import TokenFunction
-from armillary.models.layers.projections import HeadProjections
 from armillary.models.layers.rope import RotaryEmbedding
+from armillary.models.parts import HeadProjections, Policy
 
 SIZES = {"vocab_size": 50, "dim": 32, "layers": 3, "kv_heads": 2, "heads": 4, "hidden_dim": 48}
 TOKENS = torch.arange(2 * 37).view(2, 37) % 50

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from armillary.attention.call.gradient_sums import GradientSums
-from armillary.attention.call.sources import Projected
+from armillary.attention import Projected
+from armillary.attention.parts import GradientSums
 from armillary.core.testing import mesh, relative_error
-from armillary.models.layers.projections import HeadProjections
 from armillary.models.parallel.sharded_modules import ColumnParallelLinear, shard_module
+from armillary.models.parts import HeadProjections
 
 B, T, E, H, K, D = 2, 11, 12, 6, 3, 4
 STAGES = [((0, 1), (0, 1, 2)), ((2, 4), None), ((5, 3), None)]

@@ -8,8 +8,7 @@ import torch
 
 from armillary.attention import AttentionMask
 from armillary.models import GPTConfig, Llama, LlamaConfig
-from armillary.models.hub.tensors import parameter_shapes
-from armillary.models.initialize import meta_model
+from armillary.models.parts import meta_model, parameter_shapes
 
 DEBUG = LlamaConfig.debug()
 

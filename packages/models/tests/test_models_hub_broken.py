@@ -8,7 +8,7 @@ import torch
 from hub_folders import SMALL, attend, build, edit_config, edit_tensors, same, split
 
 from armillary.models import GPT, GPTConfig, Llama, load_pretrained, pretrained_config
-from armillary.models.hub.folder import ends_of_text
+from armillary.models.parts import ends_of_text
 
 
 @pytest.fixture

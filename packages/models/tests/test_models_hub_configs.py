@@ -8,9 +8,8 @@ import pytest
 from hub_folders import SMALL, attend, build, edit_config
 
 from armillary.models import GPT, GPTConfig, LinearScaling, Llama, Llama3Scaling, YarnScaling
-from armillary.models.hub.configs import parse
 from armillary.models.hub.families import FAMILIES, GPT_FIELDS, HYBRID
-from armillary.models.hub.folder import ends_of_text
+from armillary.models.parts import ends_of_text, parse
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from armillary.attention import AttentionMask, build_attention
 from armillary.core.testing import mesh, relative_error
-from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig, generate, initialize
+from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig, generate, initialize, parallelize
 from armillary.models.layers.state_mixers import GatedDeltaNet, Mamba2, StateMixer
-from armillary.models.parallel import parallelize
 
 STATES = StateConfig(heads=4, key_heads=2, key_dim=6, value_dim=5)
 HYBRID = LlamaConfig(

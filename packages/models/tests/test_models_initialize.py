@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from armillary.attention import AttentionMask
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, relative_error
-from armillary.models import Llama, LlamaConfig, initialize
-from armillary.models.parallel import parallelize
+from armillary.models import Llama, LlamaConfig, initialize, parallelize
 
 # 3 key/value heads of 2 and an MLP of 10 leave uneven shards, and empty ones, on 4 ranks.
 SMALL = LlamaConfig(vocab_size=11, dim=6, layers=3, heads=3, kv_heads=3, hidden_dim=10)

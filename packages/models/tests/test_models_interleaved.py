@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, CommLedger, build_mesh
-from armillary.models.layers.interleaved import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
+from armillary.models import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
 
 SHAPES = [(2, 8, 3), (1, 4), (3, 12, 2, 2), (2, 7, 3), (1, 1, 2)]
 

@@ -7,8 +7,7 @@ from test_models_linear_loss import needs_torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from armillary.core.testing import mesh, relative_error
-from armillary.models import LabelTriples, linear_token_loss, token_loss
-from armillary.models.layers.interleaved import interleaved_shard
+from armillary.models import LabelTriples, interleaved_shard, linear_token_loss, token_loss
 
 B, T, V, E = 2, 7, 11, 6
 UPSTREAM = 1 / 17.3

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.attention.call.token_chunks import simulating
+from armillary.attention.parts import simulating
 from armillary.core.testing import mesh, relative_error
-from armillary.models import Llama, LlamaConfig, initialize, token_loss
+from armillary.models import Llama, LlamaConfig, initialize, linear_token_loss, token_loss
 from armillary.models.loss.linear_chunks import chunk_slices
-from armillary.models.loss.linear_loss import linear_token_loss, loss_chunk_tokens
+from armillary.models.parts import loss_chunk_tokens
 
 B, T, E, V = 2, 37, 12, 101
 needs_torch = pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="needs torch 2.13")

@@ -15,10 +15,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import AttentionMask, Method, Ring, build_attention
-from armillary.core import Axis, compat
+from armillary.core import Axis
+from armillary.core.parts import compat
 from armillary.core.testing import mesh, relative_error
-from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
-from armillary.models.parallel import begin_micro_batch, parallelize
+from armillary.models import (
+    GPT,
+    Checkpointing,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    initialize,
+    linear_token_loss,
+    parallelize,
+)
+from armillary.models.parallel import begin_micro_batch
 
 LLAMA = LlamaConfig(vocab_size=37, dim=32, layers=2, heads=8, kv_heads=4, hidden_dim=48, head_dim=8, qk_norm=True)
 TIED = replace(LLAMA, tied_embeddings=True, qkv_bias=True, qk_norm=False, vocab_size=40)

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 from test_models_linear_loss import Allocations
 from test_models_vocabulary import axis_of, rows_of
 
-from armillary.models import linear_argmax
-from armillary.models.layers.interleaved import interleaved_shard
+from armillary.models import interleaved_shard, linear_argmax
 
 
 def inputs(tokens, vocabulary, dtype=torch.float32):

@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, hub
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
+from armillary.models.parts import hub
 
 PRESETS = {
     "debug": (LlamaConfig.debug, 804_224),

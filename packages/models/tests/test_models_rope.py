@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from armillary.models import YarnScaling
 from armillary.models.layers.rope import RotaryEmbedding
-from armillary.models.layers.rope_scaling import YarnScaling
 
 D, THETA = 16, 500_000.0
 

@@ -8,7 +8,7 @@ from test_models_gpt import transformers_weights
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local, UPipe, build_attention
-from armillary.core.testing.rank import mesh
+from armillary.core.testing import mesh
 from armillary.models import (
     GPT,
     Checkpointing,

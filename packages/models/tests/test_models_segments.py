@@ -15,18 +15,21 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from armillary.attention import Local, UPipe, build_attention
 from armillary.core.testing import mesh, relative_error
-from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss
+from armillary.models import (
+    GPT,
+    Checkpointing,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    initialize,
+    linear_token_loss,
+    parallelize,
+)
 from armillary.models.activation_checkpoint import checkpoint
 from armillary.models.activation_checkpoint.checkpoint import OnDevice
 from armillary.models.activation_checkpoint.offload import OffloadedTensors
-from armillary.models.activation_checkpoint.segments import (
-    Keep,
-    best_input_count,
-    peak_count,
-    segment_sizes,
-    tensors_by_block,
-)
-from armillary.models.parallel import parallelize
+from armillary.models.activation_checkpoint.segments import peak_count, segment_sizes, tensors_by_block
+from armillary.models.parts import Keep, best_input_count
 
 LAYERS = 7
 SIZES = {"vocab_size": 50, "dim": 32, "layers": LAYERS, "kv_heads": 2, "heads": 4, "hidden_dim": 48}

@@ -9,8 +9,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
-from armillary.models import token_logprobs
-from armillary.models.layers.interleaved import interleaved_shard
+from armillary.models import interleaved_shard, token_logprobs
 
 E, V = 6, 13
 SIZES = [(2, 8), (3, 4), (1, 12)]

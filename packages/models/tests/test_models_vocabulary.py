@@ -11,9 +11,8 @@ from test_models_linear_loss import Allocations
 
 from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
-from armillary.models import linear_token_loss, token_loss
-from armillary.models.layers.interleaved import interleaved_shard, reduce_scatter_interleaved
-from armillary.models.loss.linear_loss import loss_chunk_tokens
+from armillary.models import interleaved_shard, linear_token_loss, reduce_scatter_interleaved, token_loss
+from armillary.models.parts import loss_chunk_tokens
 
 UPSTREAM = 1 / 17.3
 """Not a power of two, so that scaling rounds."""

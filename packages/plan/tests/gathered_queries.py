@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.attention.methods.base import Method
+from armillary.attention import AttentionShape, AttentionSpec, CommPlan, Method, Saved
 from armillary.attention.planning.base import SequencePlan
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Step, all_gather, reduce_scatter, steps
-from armillary.attention.planning.memory import Sizes, kernel_backward, kernel_forward
+from armillary.attention.planning.comm_plan import all_gather, reduce_scatter, steps
+from armillary.attention.planning.memory import kernel_backward, kernel_forward
+from armillary.attention.plans import Sizes, Step
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis, start_all_gather, start_merge_scatter, start_reduce_scatter

@@ -5,11 +5,10 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from armillary.attention import Ring, Ulysses, UPipe, WallFacer
-from armillary.attention.call.gradient_sums import GradientSums
-from armillary.attention.call.sources import Projected
+from armillary.attention import Projected, Ring, Ulysses, UPipe, WallFacer
+from armillary.attention.parts import GradientSums
 from armillary.models import LlamaConfig
-from armillary.models.layers.projections import HeadProjections
+from armillary.models.parts import HeadProjections
 from armillary.plan.memory import LiveBytes, attention_intermediates, memory_before_attention
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.attention.registry import names
+from armillary.attention.plans import names
 from armillary.plan.cli import main
 from armillary.plan.comm_volume import BytesOptions, MethodBytes, PhaseBytes, candidates_of, plan_bytes
 from armillary.plan.memory.estimate import AttentionChoice

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.attention.planning.send import Send
+from armillary.attention.plans import Send
 from armillary.plan import Cluster, Link
 from armillary.plan.cluster.machines import EMULATED, MACHINES
 from armillary.train.runtime.peak import PEAK_FLOPS

@@ -15,8 +15,8 @@ from armillary.plan.memory.estimate import estimate
 from armillary.plan.memory.room import Room
 from armillary.plan.presets import cluster_of
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
-from armillary.train.config.model_sizes import model_config
-from armillary.train.dry_run import dry_run
+from armillary.train.config import model_config
+from armillary.train.parts import dry_run
 
 # As in the recipes' docstrings.
 MACHINES = {

@@ -7,17 +7,18 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from armillary.attention import AttentionMask, UPipe, WallFacer
-from armillary.attention.call.spec import AttentionSpec, Saved, key_heads_of
-from armillary.attention.call.token_chunks import simulating
+from armillary.attention import AttentionMask, AttentionSpec, Saved, UPipe, WallFacer
+from armillary.attention.call.spec import key_heads_of
 from armillary.attention.kernels import Scores
-from armillary.attention.planning.memory import Sizes
-from armillary.core import compat
+from armillary.attention.parts import simulating
+from armillary.attention.plans import Sizes
+from armillary.core.parts import compat
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig, StateConfig
 from armillary.models.block import Block
-from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, SimulatedStep, fake_world, simulate
+from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, SimulatedStep, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate
 from armillary.plan.memory.estimate.widths import Widths
+from armillary.train.parts import fake_world
 
 U8, R8 = {"ulysses": 8}, {"ring": 8}
 LLAMA = replace(LlamaConfig.llama3_8b(), layers=2)

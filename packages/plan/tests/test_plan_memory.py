@@ -14,21 +14,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, Local, UPipe, build_attention
-from armillary.attention.kernels import CpuFlash, CudaFlash, Inputs
+from armillary.attention.kernels import CpuFlash, CudaFlash
+from armillary.attention.parts import Inputs
 from armillary.core import label
-from armillary.core.observe.label import current_label
+from armillary.core.parts import current_label
 from armillary.models import Checkpointing, GPTConfig, Llama, LlamaConfig, StateConfig
-from armillary.models.activation_checkpoint.offload import simulated_stream
-from armillary.plan.memory import (
-    Account,
-    Job,
-    LiveBytes,
-    SimulatedFlash,
-    SimulatedStep,
-    fake_world,
-    measured_peak,
-    simulate,
-)
+from armillary.models.parts import simulated_stream
+from armillary.plan.memory import Account, Job, LiveBytes, SimulatedFlash, SimulatedStep, measured_peak, simulate
+from armillary.train.parts import fake_world
 
 MiB = 2**20
 SMALL = LlamaConfig(vocab_size=300, dim=64, layers=2, heads=8, kv_heads=4, hidden_dim=160)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.data.console.quantity import short
+from armillary.data.console import short
 from armillary.models import Checkpointing
 from armillary.plan.cli import main
 from armillary.plan.memory import Job, StepMemory, report

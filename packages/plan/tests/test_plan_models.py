@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from armillary.models import Checkpointing, GPTConfig, LinearScaling, LlamaConfig, StateConfig
-from armillary.models.hub import describe
 from armillary.models.hub.families import FAMILIES
+from armillary.models.parts import describe
 from armillary.plan.cli import main
 from armillary.plan.memory import Job
 from armillary.plan.memory.advice import fewer_tokens, fitting_method, fitting_policy

@@ -17,9 +17,10 @@ import torch
 from gathered_queries import GatheredQueries, GatheredQueriesPlan
 from test_plan_estimate import measured, sizes
 
-from armillary.attention import AttentionMask, AttentionShape
+from armillary.attention import AttentionMask, AttentionShape, build_comm_plan
 from armillary.attention.planning.base import SequencePlan
-from armillary.attention.registry import SEQUENCE_METHODS, SequenceEntry, build_comm_plan, named_method, names
+from armillary.attention.plans import SEQUENCE_METHODS, named_method, names
+from armillary.attention.registry import SequenceEntry
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, LlamaConfig

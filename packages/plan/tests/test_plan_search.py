@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from armillary.attention import AttentionMask
-from armillary.attention.planning.comm_plan import AttentionShape, Kind, Move, Step
+from armillary.attention import AttentionMask, AttentionShape
+from armillary.attention.planning.comm_plan import Kind
 from armillary.attention.planning.ring import RingPlan
-from armillary.attention.planning.send import Send
 from armillary.attention.planning.ulysses import UlyssesPlan
+from armillary.attention.plans import Move, Send, Step
 from armillary.core import SequenceLayout
 from armillary.core.testing.examples import commands_in
-from armillary.data.parsing import parse
+from armillary.data.console import parse
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
 from armillary.models import Checkpointing

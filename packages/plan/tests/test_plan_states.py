@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.attention.call.validation import over_all_ranks
-from armillary.attention.planning.states import gathered_elements
+from armillary.attention.parts import over_all_ranks
+from armillary.attention.plans import gathered_elements
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig
+from armillary.plan import Cluster
 from armillary.plan.cli import main
-from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import step_bytes
 from armillary.plan.memory import Job, StepMemory
 from armillary.plan.memory import plan as plan_module
@@ -24,7 +24,7 @@ from armillary.plan.memory.simulation.state_memory import gathered_bytes
 from armillary.plan.search.candidates import Candidate, Layout, Mesh
 from armillary.plan.search.command_line import trainer_config
 from armillary.plan.search.search import SearchOptions, passes_of, search
-from armillary.train.config.model_sizes import model_config
+from armillary.train.config import model_config
 
 LENGTH, ROWS = 48, 2
 MODEL = LlamaConfig(

@@ -22,18 +22,19 @@ from armillary.plan.tune.prune import CandidatePrediction, all_candidates, parti
 from armillary.train import (
     Config,
     DataConfig,
+    LogConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
+    ValidationConfig,
     prepare,
     process_group,
     recipes,
     train_loop,
 )
 from armillary.train.command import read_command
-from armillary.train.config import LogConfig, ValidationConfig
-from armillary.train.runtime.fake_world import fake_world
+from armillary.train.parts import fake_world
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),

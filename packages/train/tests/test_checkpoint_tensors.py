@@ -288,7 +288,7 @@ def sharded_state(shard: int, tp: int, zeros: bool) -> dict[str, Any]:
 def save_sharded(folder: Path, shard: int, tp: int) -> None:
     from datetime import timedelta
 
-    from armillary.train.runtime.health.ranks import Ranks
+    from armillary.train.parts import Ranks
 
     writer = TensorWriter(folder, ranks := Ranks(timedelta(minutes=5)))
     state = {"model": sharded_state(shard, tp, zeros=False)}

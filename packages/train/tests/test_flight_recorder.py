@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.core import compat
+from armillary.core.parts import compat
 from armillary.train.runtime import flight_recorder
 
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from armillary.core.testing.world import fork_context
+from armillary.train.parts import caused_by_peers
 from armillary.train.runtime.background import Background, GuardedSink
 from armillary.train.runtime.health import heartbeat
 from armillary.train.runtime.health.heartbeat import Calls, Heartbeat, missing_ranks, recorded_calls
@@ -40,7 +41,6 @@ from armillary.train.runtime.health.stacks import (
     waits,
 )
 from armillary.train.runtime.health.stopping import REPEAT, StopSignal
-from armillary.train.runtime.health.watchdog import caused_by_peers
 
 WAITING = Heartbeat(
     7, "training", location="step.py:60 in summed", waits=True, calls={"0": Calls(12, "gloo:all_reduce", True)}

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from armillary.core import compat
-from armillary.core.placements import chunk_sizes
+from armillary.core.parts import chunk_sizes, compat
 from armillary.core.testing import mesh
-from armillary.models.parameter_shards import box_of, local_part
+from armillary.models.parallel import local_part
+from armillary.models.parameter_shards import box_of
 from armillary.train.checkpoint import LoadPlanner, SavePlanner
 
 ROWS = (1, 3, 5, 8, 9, 17, 22, 33, 257)

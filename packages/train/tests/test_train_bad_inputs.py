@@ -12,9 +12,7 @@ from safetensors.torch import save
 
 from armillary.core.testing.refusals import refusal
 from armillary.models import Checkpointing
-from armillary.models.hub.configs import parse
-from armillary.models.hub.tensors import parameter_shapes
-from armillary.models.initialize import meta_model
+from armillary.models.parts import meta_model, parameter_shapes, parse
 from armillary.train import (
     Config,
     DataConfig,
@@ -28,7 +26,7 @@ from armillary.train import (
 from armillary.train import cli as trainer
 from armillary.train.checkpoint.export import main as export
 from armillary.train.command import read_command
-from armillary.train.config.check import check
+from armillary.train.config import check_config
 
 
 def safetensors(shapes: dict[str, tuple[int, ...]]) -> bytes:
@@ -121,7 +119,7 @@ def unexpected(*_):
 def in_folder(folder, monkeypatch):
     """Makes the folder of all files the working directory, and fails if a run starts."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("armillary.train.trainer.train", lambda config, *_: (check(config), unexpected()))
+    monkeypatch.setattr("armillary.train.trainer.train", lambda config, *_: (check_config(config), unexpected()))
     return folder
 
 
@@ -360,13 +358,13 @@ CONFIGS = {
 @pytest.mark.parametrize("message", CONFIGS)
 def test_errors_of_a_configuration_name_the_flag(message):
     with pytest.raises(ValueError) as error:
-        check(CONFIGS[message])
+        check_config(CONFIGS[message])
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 def test_lists_and_whole_numbers_are_accepted():
     data = DataConfig(path=[Path("a")], weights=[1])
-    check(Config(data=data, optimizer=OptimizerConfig(clip_norm=float("inf")), log=LogConfig(profile=[1])))
+    check_config(Config(data=data, optimizer=OptimizerConfig(clip_norm=float("inf")), log=LogConfig(profile=[1])))
 
 
 def test_an_unknown_policy_is_refused():

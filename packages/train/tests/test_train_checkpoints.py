@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_st
 from torch.distributed.tensor import DTensor
 
 import armillary.train
-from armillary.core import compat
+from armillary.core.parts import compat
 from armillary.core.testing import RankFailed
 from armillary.models import Llama
 from armillary.train import (
@@ -56,10 +56,9 @@ from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest, checkpoint_fault
 from armillary.train.checkpoint.state import load, training_state
 from armillary.train.cli import main
+from armillary.train.parts import Ranks, Watchdog
 from armillary.train.reporting.report import Reporter
 from armillary.train.runtime.health.output_lock import OutputLock
-from armillary.train.runtime.health.ranks import Ranks
-from armillary.train.runtime.health.watchdog import Watchdog
 from armillary.train.runtime.random_state import random_state
 from armillary.train.step import train_step
 

@@ -11,7 +11,8 @@ from armillary.core.testing.examples import commands_in
 from armillary.models import Checkpointing
 from armillary.train import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig, recipes
 from armillary.train.command import RECIPES, Command, read_command
-from armillary.train.config.overlay import flat, overlay_settings, read_settings
+from armillary.train.config import flat, overlay_settings
+from armillary.train.config.overlay import read_settings
 
 
 def command(*argv: object) -> Config:

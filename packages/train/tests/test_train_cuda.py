@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.attention.kernels import Dense, FlashAttn3
-from armillary.core import compat
+from armillary.attention.kernels import Dense
+from armillary.attention.parts import FlashAttn3
+from armillary.core.parts import compat
 from armillary.models import LlamaConfig
 from armillary.models.block import Block
-from armillary.train import Config, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, build, kernels
+from armillary.train import Config, CudaConfig, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, build, kernels
 from armillary.train.cli import main
-from armillary.train.config import CudaConfig
-from armillary.train.config.check import check
+from armillary.train.config import check_config
 from armillary.train.cuda_setup import CONNECTIONS, cuda_setup
 from armillary.train.runtime.allocator import set_allocator
 
@@ -139,7 +139,7 @@ def test_flash_attention_3_leaves_multiprocessors_to_nccl(monkeypatch, chosen, s
 
 def test_a_compiled_graph_leaves_no_margin_by_default():
     config = Config(parallel=ParallelConfig(compiler="eager"))
-    check(config)
+    check_config(config)
     assert kernels.sm_margin(config, ring=8) == 0 and kernels.sm_margin(Config(), ring=8) == 16
 
 
@@ -155,7 +155,7 @@ def test_a_run_uses_the_chosen_kernel(monkeypatch, tmp_path):
 def test_a_compiled_graph_refuses_a_kernel_with_a_margin():
     config = Config(cuda=CudaConfig(sm_margin=4), parallel=ParallelConfig(compiler="eager"))
     with pytest.raises(ValueError, match=r"--cuda\.sm-margin 4"):
-        check(config)
+        check_config(config)
 
 
 def dry_run_output(capsys, *flags):

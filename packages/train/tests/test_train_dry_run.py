@@ -10,13 +10,11 @@ import torch
 
 from armillary.models import Llama, LlamaConfig
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, recipes
-from armillary.train.build import shard_model
 from armillary.train.cli import main
 from armillary.train.command import read_command
-from armillary.train.config.model_sizes import model_config
-from armillary.train.dry_run import dry_run
+from armillary.train.config import model_config
 from armillary.train.dry_run.predict import checked_axes
-from armillary.train.runtime.fake_world import fake_world
+from armillary.train.parts import dry_run, fake_world, shard_model
 
 RANKS = {
     "debug": 4,

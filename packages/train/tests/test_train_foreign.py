@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from armillary.core.files import parse_json, parse_toml, read_json
-from armillary.data import open_store, read_documents
+from armillary.core.parts import parse_json, parse_toml, read_json
+from armillary.data import TextTokenizer, open_store, read_documents
 from armillary.data.formats.arrow import is_single_dataset
 from armillary.data.formats.folder import Header, map_file
 from armillary.data.prepare.sources import chunks
-from armillary.data.text.tokenizer import TextTokenizer, parse_definition, read_name
-from armillary.models.hub.folder import ends_of_text
+from armillary.data.text.tokenizer import parse_definition, read_name
 from armillary.models.hub.read import open_file as open_weights
+from armillary.models.parts import ends_of_text
 from armillary.train.checkpoint.files import file_fault, read_checked
 from armillary.train.checkpoint.reader import Damaged, TensorReader
 from armillary.train.checkpoint.writer import FileRecord

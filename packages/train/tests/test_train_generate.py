@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from armillary.attention import Local
 from armillary.models import Llama, generate
-from armillary.models.hub.configs import parse as parse_config
+from armillary.models.parts import parse as parse_config
 from armillary.train import (
     Config,
     DataConfig,

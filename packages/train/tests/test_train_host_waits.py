@@ -19,17 +19,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.attention.kernels import Dense
-from armillary.core import Axis, compat
+from armillary.core import Axis
+from armillary.core.parts import compat
 from armillary.data import ByteTokenizer, Document, TokenStore
 from armillary.models import Checkpointing
-from armillary.models.dtensors import batch_mesh
-from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
-from armillary.train.build import shard_model
-from armillary.train.config.model_sizes import model_config
+from armillary.models.parallel import batch_mesh
+from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, Run, TrainConfig
+from armillary.train.config import model_config
 from armillary.train.parallel import data_mesh
-from armillary.train.rows import load_rows
-from armillary.train.run import Run
-from armillary.train.runtime.fake_world import fake_world
+from armillary.train.parts import fake_world, load_rows, shard_model
 from armillary.train.step import train_step
 
 DEVICE = torch.device("meta")

@@ -41,9 +41,9 @@ from armillary.train import (
 )
 from armillary.train.checkpoint.export import main as export
 from armillary.train.command import read_command
-from armillary.train.config.check import check
-from armillary.train.config.model_sizes import model_config
-from armillary.train.rows import open_stores, vocabulary_size
+from armillary.train.config import check_config, model_config
+from armillary.train.parts import open_stores
+from armillary.train.rows import vocabulary_size
 
 TEXT = (Path(armillary.train.__file__).parent,)
 """Training text: reading all of Python's source would take each rank longer than training."""
@@ -158,7 +158,7 @@ def test_settings_that_contradict_the_folder_are_refused(tmp_path):
     }
     for model, message in cases.items():
         with pytest.raises(ValueError) as error:
-            check(replace(SMALL, model=model))
+            check_config(replace(SMALL, model=model))
         assert message in str(error.value)
     assert model_config(ModelConfig(pretrained=gpt), 1, 64).max_positions == 64
 

@@ -6,10 +6,11 @@ from math import prod
 import pytest
 import torch
 
-from armillary.data.parsing import parse
+from armillary.data.console import parse
 from armillary.train import Config, ParallelConfig, TrainConfig
-from armillary.train.config.check import check
-from armillary.train.parallel import choose_axes, choose_device
+from armillary.train.config import check_config
+from armillary.train.parallel import choose_device
+from armillary.train.parts import choose_axes
 from armillary.train.reporting.metrics import StepMetrics
 
 
@@ -111,7 +112,7 @@ def test_errors_of_a_command_line_are_one_line_with_the_accepted_values(argv, me
 )
 def test_invalid_values_are_refused(argv, message):
     with pytest.raises(ValueError) as error:
-        check(parsed(argv.split()))
+        check_config(parsed(argv.split()))
     assert re.match(message, str(error.value)), error.value
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from armillary.data import ByteTokenizer, TextTokenizer
 from armillary.data.cli import main as data_command
-from armillary.data.text.byte_tokenizer import ByteTokenizer
-from armillary.data.text.tokenizer import TextTokenizer
 from armillary.models import Llama, LlamaConfig
 from armillary.train import (
     Config,

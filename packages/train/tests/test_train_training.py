@@ -23,7 +23,7 @@ from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
 from armillary.models import linear_token_loss
 from armillary.models.dtensors import tokens_dtensor
-from armillary.models.initialize import write
+from armillary.models.initialization import write
 from armillary.train import (
     Config,
     DataConfig,

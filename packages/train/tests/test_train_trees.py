@@ -11,7 +11,7 @@ from armillary.core import SequenceLayout
 from armillary.core.testing import relative_error
 from armillary.data import Batches, prefix_tree, tree_batch
 from armillary.models import initialize
-from armillary.models.initialize import meta_model
+from armillary.models.parts import meta_model
 from armillary.train import (
     Config,
     DataConfig,
@@ -24,8 +24,8 @@ from armillary.train import (
     process_group,
 )
 from armillary.train.bad_steps import bad_rows
-from armillary.train.config.model_sizes import model_config
-from armillary.train.run import batch_mask
+from armillary.train.config import model_config
+from armillary.train.parts import batch_mask
 from armillary.train.step import backward, sum_over_ranks
 from armillary.train.validation import validate
 

@@ -26,8 +26,8 @@ from armillary.check.compare import MODEL_LIMITS, Comparison, TensorError, compa
 from armillary.check.diagnose import Diagnosis, Evidence, diagnose, list_names, spans
 from armillary.check.method import align_columns
 from armillary.check.step import VOCABULARY, Build, CheckRun, RankRecord, Reduce, Step, run_step
+from armillary.core.parts import integer
 from armillary.core.testing import RankFailed, Worlds
-from armillary.core.validation import integer
 
 VARIANTS = ("recompute", "compile", "two micro-batches")
 NOT_CHECKED = ("GPU kernels (all ranks run on the CPU)", "dropout, if the step uses any", "speed and memory")

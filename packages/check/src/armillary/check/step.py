@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from armillary.attention.context_parallel.rows import IGNORED
-from armillary.attention.context_parallel.sdpa import in_backward
-from armillary.core import compat
+from armillary.attention.parts import IGNORED, in_backward
+from armillary.core.parts import compat
 
 VOCABULARY = 64
 """Default vocabulary size of `check_model`; token ids are smaller."""

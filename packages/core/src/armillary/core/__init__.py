@@ -5,7 +5,6 @@ Names in `__all__` are imported from here. Their modules hold further functions 
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from armillary.core.accumulate import accumulation_dtype
@@ -23,16 +22,17 @@ from armillary.core.collectives.differentiable import (
 from armillary.core.collectives.exchange import Exchange, FlatBuffer, ReceiveBuffers, start_exchange
 from armillary.core.collectives.merge import merge_, start_merge_scatter
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter, start_scatter_parts
+from armillary.core.devices import to_device
 from armillary.core.gradients import clip_gradients, sum_gradients
 from armillary.core.labels import LabelTriples
 from armillary.core.layout import SequenceLayout, attention_balance, attention_traffic
+from armillary.core.lazy import imported_at_first_use
 from armillary.core.mesh import Axis, build_mesh, start_process_group, world_size
 from armillary.core.neighbours.moves import halo, relayout, shift, short_convolution
 from armillary.core.observe.label import label
 from armillary.core.observe.ledger import CommLedger
 from armillary.core.observe.trace import Trace, span
 from armillary.core.segments import Segments
-from armillary.core.to_device import to_device
 from armillary.core.token_ranges import TokenRanges
 
 if TYPE_CHECKING:
@@ -86,18 +86,14 @@ __all__ = [
     "world_size",
 ]
 
-
 _DTENSOR_MODULES = {
-    "LogSumExpPartial": "logsumexp_partial",
-    "distribute_sequence": "sequence",
-    "gather_sequence": "sequence",
-    "sequence_from_local": "sequence",
+    "armillary.core.logsumexp_partial": ("LogSumExpPartial",),
+    "armillary.core.sequence": (
+        "distribute_sequence",
+        "gather_sequence",
+        "sequence_from_local",
+    ),
 }
-"""Modules of the names that need torch's DTensor, which takes seconds to import."""
+"""Modules that need torch's DTensor, which takes seconds to import."""
 
-
-def __getattr__(name: str) -> object:
-    """Imports names that need DTensor at their first use."""
-    if name in _DTENSOR_MODULES:
-        return getattr(import_module(f"armillary.core.{_DTENSOR_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = imported_at_first_use(__name__, _DTENSOR_MODULES)

@@ -18,7 +18,7 @@ import numpy as np
 from armillary.core.slices import FAR, Integers, Slices
 from armillary.core.validation import documents_of
 
-NONE = -1
+MISSING = -1
 """Index of a position or segment that does not exist, such as the parent of a document."""
 
 
@@ -37,12 +37,12 @@ class Segments:
     @classmethod
     def documents(cls, ends: Sequence[int]) -> Segments:
         """Returns the segments of packed documents with these boundaries."""
-        return cls(tuple(ends), (NONE,) * (len(ends) - 1))
+        return cls(tuple(ends), (MISSING,) * (len(ends) - 1))
 
     @cached_property
     def branching(self) -> bool:
         """True for a tree, in which a token may have several successors."""
-        return any(parent != NONE for parent in self.parents)
+        return any(parent != MISSING for parent in self.parents)
 
     @cached_property
     def _arrays(self) -> tuple[Integers, Integers]:
@@ -57,18 +57,18 @@ class Segments:
         segment = np.searchsorted(ends, positions, side="right") - 1
         if distance < 0:
             later = positions - distance
-            return np.where(later < ends[segment + 1], later, NONE)
+            return np.where(later < ends[segment + 1], later, MISSING)
         position, steps_left = positions.copy(), np.full_like(positions, distance)
         # Climb the tree, all positions at once. A position whose ancestor is not in its segment moves to the last token
         # of the parent segment, or to -1 if there is no parent. There is one iteration per generation between a token
         # and its ancestor.
-        while (climbing := np.flatnonzero((steps_left > position - ends[segment]) & (position != NONE))).size:
+        while (climbing := np.flatnonzero((steps_left > position - ends[segment]) & (position != MISSING))).size:
             parent = parents[segment[climbing]]
             steps_left[climbing] -= position[climbing] - ends[segment[climbing]] + 1  # to the end of the parent
-            position[climbing] = np.where(parent == NONE, NONE, ends[parent + 1] - 1)
+            position[climbing] = np.where(parent == MISSING, MISSING, ends[parent + 1] - 1)
             segment[climbing] = parent
-            steps_left[climbing[parent == NONE]] = 0
-        return np.where(position == NONE, NONE, position - steps_left)
+            steps_left[climbing[parent == MISSING]] = 0
+        return np.where(position == MISSING, MISSING, position - steps_left)
 
     @cached_property
     def last_descendants(self) -> list[int]:
@@ -76,7 +76,7 @@ class Segments:
         last = list(range(len(self.parents)))
         # Backwards, because all descendants of a segment come after it.
         for segment in range(len(last) - 1, 0, -1):
-            if (parent := self.parents[segment]) != NONE:
+            if (parent := self.parents[segment]) != MISSING:
                 last[parent] = max(last[parent], last[segment])
         return last
 
@@ -87,8 +87,8 @@ class Segments:
         tokens and those of all descendants. Segments that follow each other as only children share one slice.
         """
         (ends, parents), child_counts = self._arrays, np.zeros(len(self.parents), dtype=np.int64)
-        np.add.at(child_counts, parents[parents != NONE], 1)
-        only_child = (parents != NONE) & (parents == np.arange(-1, len(parents) - 1)) & (child_counts[parents] == 1)
+        np.add.at(child_counts, parents[parents != MISSING], 1)
+        only_child = (parents != MISSING) & (parents == np.arange(-1, len(parents) - 1)) & (child_counts[parents] == 1)
         # A chain is a segment and the only children after it: indices of the first and the last segment of each chain.
         first = np.flatnonzero(~only_child)
         last = np.append(first[1:], len(parents)) - 1
@@ -120,7 +120,7 @@ def path_depths(parents: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """
     depths: list[int] = []
     for parent in parents:
-        depths.append(0 if parent == NONE else depths[parent] + lengths[parent])
+        depths.append(0 if parent == MISSING else depths[parent] + lengths[parent])
     return depths
 
 
@@ -133,7 +133,7 @@ def misplaced_segment(parents: Sequence[int]) -> int | None:
     for segment, parent in enumerate(parents):
         while path and path[-1] != parent:
             path.pop()
-        if parent != NONE and not path:
+        if parent != MISSING and not path:
             return segment
         path.append(segment)
     return None

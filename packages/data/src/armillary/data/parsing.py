@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from armillary.data.console.quantity import whole_number
+from armillary.data.console.units import whole_number
 
 Parsed = TypeVar("Parsed")
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from armillary.core import LabelTriples, Segments, SequenceLayout
-from armillary.core.segments import NONE, path_depths
+from armillary.core.parts import MISSING, path_depths
 from armillary.data.loader.batch import Batch
 from armillary.data.shuffle import Index
 
@@ -72,7 +72,7 @@ def prefix_tree(
     if not all(isfinite(scale) and scale >= 0 for scale in scales):
         raise ValueError(f"weights {scales}: each must be finite and at least 0")
 
-    pieces, parents, label_weights, last_segments = list[Index](), list[int](), list[float](), [NONE] * len(ids)
+    pieces, parents, label_weights, last_segments = list[Index](), list[int](), list[float](), [MISSING] * len(ids)
 
     def branches(members: Sequence[int], start: int, parent: int) -> list[tuple[list[int], int, int]]:
         """Groups the sequences that have a token `start` by that token, in the order of the arguments."""
@@ -84,7 +84,7 @@ def prefix_tree(
 
     # Each entry becomes a segment: sequences that share their first `start` tokens and the next one. The last entry is
     # taken first, so that segments come depth first, and branches are pushed in reverse.
-    stack = branches(range(len(ids)), 0, NONE)[::-1]
+    stack = branches(range(len(ids)), 0, MISSING)[::-1]
     while stack:
         members, start, parent = stack.pop()
         # 1. The segment ends where the members' tokens differ or the shortest one ends, or where labels begin or end.
@@ -125,13 +125,13 @@ def tree_batch(trees: Sequence[PrefixTree], layout: SequenceLayout, shard: int =
     if not trees or max(len(tree.tokens) for tree in trees) > length:
         sizes = [len(tree.tokens) for tree in trees]
         raise ValueError(f"trees of {sizes} tokens: give one or more, of at most {length}, with fewer sequences each")
-    local = np.full(length, NONE)  # index of each position among this rank's tokens; NONE on other ranks
+    local = np.full(length, MISSING)  # index of each position among this rank's tokens; MISSING on other ranks
     local[positions] = np.arange(len(positions))
     rows, tokens, depths, triples = list[Segments](), list[Index](), list[Index](), list[npt.NDArray[Any]]()
     for i, tree in enumerate(trees):
         # 1. The row: the tree, and a segment of padding.
         size, is_short = len(tree.tokens), len(tree.tokens) < length
-        row = Segments(tree.ends + (length,) * is_short, tree.parents + (NONE,) * is_short)
+        row = Segments(tree.ends + (length,) * is_short, tree.parents + (MISSING,) * is_short)
         sizes, row_tokens = np.diff(row.ends), np.concatenate([tree.tokens, np.full(length - size, padding)])
         # 2. A token's position is its number of tokens before it on its path.
         starts: Index = np.array(row.ends[:-1]) - np.array(path_depths(row.parents, sizes.tolist()))
@@ -141,7 +141,7 @@ def tree_batch(trees: Sequence[PrefixTree], layout: SequenceLayout, shard: int =
         # 3. A label belongs to the rank of the token before it on its path, which predicts it.
         weights = np.repeat(np.append(tree.weights, 0.0)[: len(sizes)], sizes)
         predictors = row.ancestors(np.arange(length), 1)
-        labels = np.flatnonzero((weights > 0) & (predictors != NONE) & (local[predictors] != NONE))
+        labels = np.flatnonzero((weights > 0) & (predictors != MISSING) & (local[predictors] != MISSING))
         indices = i * len(positions) + local[predictors[labels]]
         triples.append(np.stack([indices, row_tokens[labels], weights[labels]]))
     indices, labels, weights = (torch.from_numpy(column) for column in np.concatenate(triples, axis=1))

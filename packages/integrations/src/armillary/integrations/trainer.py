@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from armillary.attention import ContextParallel
-from armillary.attention.call.validation import over_all_ranks
-from armillary.attention.context_parallel.communication import gather_tokens
+from armillary.attention.parts import gather_tokens, over_all_ranks
 from armillary.integrations.accelerate import RowGroups, share_rows
 from armillary.integrations.trainer_checks import check_trainer, method_of
 from armillary.integrations.transformers.inputs import shard_inputs

@@ -7,7 +7,7 @@ from inspect import getsource
 from itertools import chain
 from typing import Any
 
-from armillary.attention.methods.base import Method
+from armillary.attention import Method
 from armillary.integrations.accelerate import check_parallelism
 from armillary.integrations.transformers.models import ROUTER_LOSS_ERROR, methods_of, parts_of
 

@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.attention import ContextParallel
-from armillary.attention.context_parallel.batch import ContextParallelBatch
-from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
-from armillary.attention.post_training import segment_sum
+from armillary.attention.parts import ContextParallelBatch, method_axes, segment_sum, sum_over_axes
 from armillary.integrations.accelerate import RowGroups
 from armillary.integrations.trainer import SharedRowsTrainer
 from armillary.integrations.trainer_checks import check_settings, method_of

@@ -1,14 +1,14 @@
 """LLaMA, hybrids and GPT as plain single-device modules: attention is an argument, positions are explicit."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from armillary.core import LabelTriples
+from armillary.core.parts import imported_at_first_use
 from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.gpt import GPT
 from armillary.models.hub.pretrained import load_pretrained
-from armillary.models.initialize import initialize, pretrained_config
+from armillary.models.initialization import initialize, pretrained_config
 from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.interleaved import (
     all_gather_interleaved,
@@ -61,20 +61,19 @@ __all__ = [
 ]
 
 _SLOW_MODULES = {
-    "linear_argmax": "loss.linear_argmax",
-    "linear_token_loss": "loss.linear_loss",
-    "TokenStatistics": "loss.token_logprobs",
-    "token_logprobs": "loss.token_logprobs",
-    "token_loss": "loss.token_loss",
-    "parallelize": "parallel",
-    "shard_parameters": "parallel",
-    "tensor_parallel": "parallel",
+    "armillary.models.loss.linear_argmax": ("linear_argmax",),
+    "armillary.models.loss.linear_loss": ("linear_token_loss",),
+    "armillary.models.loss.token_logprobs": (
+        "TokenStatistics",
+        "token_logprobs",
+    ),
+    "armillary.models.loss.token_loss": ("token_loss",),
+    "armillary.models.parallel": (
+        "parallelize",
+        "shard_parameters",
+        "tensor_parallel",
+    ),
 }
-"""Modules of the names that need FSDP2, DTensor or torch.compile, which take as long to import as torch."""
+"""Modules that need FSDP2, DTensor or torch.compile, which take as long to import as torch."""
 
-
-def __getattr__(name: str) -> object:
-    """Imports slow names at their first use."""
-    if name in _SLOW_MODULES:
-        return getattr(import_module(f"armillary.models.{_SLOW_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = imported_at_first_use(__name__, _SLOW_MODULES)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Method, TokenProjections
-from armillary.attention.call.validation import over_all_ranks
-from armillary.attention.context_parallel.communication import sequence_axis
-from armillary.core import SequenceLayout, compat, label, relayout
+from armillary.attention.parts import over_all_ranks, sequence_axis
+from armillary.core import SequenceLayout, label, relayout
+from armillary.core.parts import compat
 from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.projections import HeadProjections, ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from armillary.attention import AttentionMask
-from armillary.core.validation import integer, number
+from armillary.core.parts import integer, number
 from armillary.models.layers.rope_scaling import Llama3Scaling, RopeScaling
 from armillary.models.state_config import Mixer, StateConfig, check_sizes
 

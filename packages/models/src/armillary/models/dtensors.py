@@ -18,17 +18,18 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils import _pytree as pytree
 
 from armillary.attention import Method
-from armillary.attention.call.dtensor_checks import check_tokens
-from armillary.attention.call.validation import over_all_ranks
+from armillary.attention.parts import check_sharded_tokens, over_all_ranks
 from armillary.core import Axis, LabelTriples, SequenceLayout, sequence_from_local
-from armillary.core.placements import (
+from armillary.core.parts import (
+    SEQUENCE_AXES,
     check_placement,
     describe,
     dtensor_like,
+    is_cut_by_dtensor,
     local_of,
     mesh_dim,
+    nested_sizes,
 )
-from armillary.core.sequence import SEQUENCE_AXES, is_cut_by_dtensor, nested_sizes
 from armillary.models.block import Block
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -151,12 +152,12 @@ def check_ids(model: Any, ids: DTensor, layout: SequenceLayout | None) -> Method
         raise ValueError(f"ids must be [B, N]; got {describe(ids)}")
     names, methods, tensor_axis = axis_names("ids", ids), list(methods_of(model)), cast(Axis | None, model.tensor_axis)
     for method in methods:
-        check_tokens("ids", ids, method, layout, (Shard(0), Replicate()))
+        check_sharded_tokens("ids", ids, method, layout, (Shard(0), Replicate()))
         if layout is None and method.shards > 1:
             raise ValueError(f"ids {describe(ids)} on {method.shards} sequence ranks need layout=")
     for dim, name in enumerate(names):
         if ids.placements[dim] == Shard(1):
-            continue  # a sequence axis, checked by `check_tokens`
+            continue  # a sequence axis, checked by `check_sharded_tokens`
         if tensor_axis is not None and name == tensor_axis.name:
             check_placement("ids", ids, mesh_dim(ids, tensor_axis), Replicate())
         elif name in ROW_AXES:

@@ -14,11 +14,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.call.spec import AttentionOptions
-from armillary.attention.call.validation import check_call
-from armillary.attention.kernels import Inputs
-from armillary.attention.kernels.flash import FlashCall
-from armillary.attention.registry import (
+from armillary.attention.parts import AttentionOptions, FlashCall, Inputs, check_call
+from armillary.attention.plans import (
     ALIASES,
     HEAD_METHODS,
     SEQUENCE_METHODS,
@@ -27,14 +24,14 @@ from armillary.attention.registry import (
     named_method,
 )
 from armillary.core import CommLedger, accumulation_dtype
-from armillary.core.observe.ledger import phase
-from armillary.data.console.table import Column, print_table
+from armillary.core.parts import phase
+from armillary.data.console import Column, print_table
 from armillary.plan.memory import SimulatedFlash, fake_world
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.presets import Quantity, amount
 from armillary.plan.search.candidates import Candidate, Mesh
-from armillary.train.config.limits import Count, CountOrNone, check_limits
-from armillary.train.dry_run import MOST_RANKS
+from armillary.train.config import Count, CountOrNone, check_limits
+from armillary.train.parts import MOST_RANKS
 
 PHASES = ("forward", "backward")
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)}

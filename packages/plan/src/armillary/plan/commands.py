@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from armillary.data.console.exit import FAILED, exit_with
-from armillary.data.console.picture import check_picture, print_written
-from armillary.data.parsing import parse
-from armillary.data.progress import Bar
+from armillary.data.console import FAILED, Bar, check_picture, exit_with, parse, print_written
 from armillary.plan import comm_volume, dry_run
 from armillary.plan.cli import PROGRAM
 from armillary.plan.comm_volume import BytesOptions, plan_bytes

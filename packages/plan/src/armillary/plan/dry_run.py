@@ -9,8 +9,7 @@ from typing import Annotated, Any
 import torch
 import tyro
 
-from armillary.data.console.table import print_table
-from armillary.data.parsing import parse
+from armillary.data.console import parse, print_table
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import StepTime, step_time
@@ -24,11 +23,9 @@ from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import cluster_of
 from armillary.plan.search.candidates import Candidate, Mesh
 from armillary.plan.search.search import duration, passes_of
-from armillary.train.command import Source, check_model_flags, read_source
-from armillary.train.config import Config
-from armillary.train.dry_run import DryRun, dry_run, report
-from armillary.train.dry_run.predict import precision_of
-from armillary.train.kernels import sm_margin
+from armillary.train import Config
+from armillary.train.config import Source, check_model_flags, read_source
+from armillary.train.parts import DryRun, dry_run, precision_of, print_dry_run, sm_margin
 
 
 @dataclass(frozen=True)
@@ -191,7 +188,7 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
 
 def show(prediction: Prediction) -> None:
     """Prints the output of the trainer's dry run, then memory and time."""
-    report.show(prediction.run, f", on {prediction.cluster.name}")
+    print_dry_run(prediction.run, f", on {prediction.cluster.name}")
     print_table(COLUMNS, memory_rows(prediction.memory, prediction.room))
     print()
     print(*verdict(prediction), sep="\n")

@@ -9,11 +9,11 @@ from typing import Annotated, Any, TypeGuard
 
 import tyro
 
-from armillary.data.console.quantity import byte_quantity, quantity
+from armillary.data.console import byte_quantity, quantity
 from armillary.models import GPTConfig, LlamaConfig, StateConfig, pretrained_config
 from armillary.plan.cluster.cluster import Cluster
-from armillary.train.config.overlay import flag
-from armillary.train.dry_run import MOST_RANKS
+from armillary.train.config import flag
+from armillary.train.parts import MOST_RANKS
 
 Model = LlamaConfig | GPTConfig
 Quantity = Annotated[int | str, tyro.conf.arg(metavar="INT")]

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from armillary.core.files import parse_toml
-from armillary.train.command import find_recipe
-from armillary.train.config import Config
-from armillary.train.config.overlay import flag, flat, overlay_settings
+from armillary.core.parts import parse_toml
+from armillary.train import Config
+from armillary.train.config import find_recipe, flag, flat, overlay_settings
 
 
 def recipe_config(name: str) -> Config:

@@ -1,9 +1,9 @@
 """A minimal FSDP2 trainer for sequences that are sharded over ranks."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from armillary.train.config import (
+from armillary.core.parts import imported_at_first_use
+from armillary.train.config.sections import (
     Config,
     CudaConfig,
     DataConfig,
@@ -42,18 +42,17 @@ __all__ = [
 ]
 
 _SLOW_MODULES = {
-    "Run": "run",
-    "Summary": "reporting.summary",
-    "prepare": "build",
-    "process_group": "build",
-    "train": "trainer",
-    "train_loop": "trainer",
+    "armillary.train.run": ("Run",),
+    "armillary.train.reporting.summary": ("Summary",),
+    "armillary.train.build": (
+        "prepare",
+        "process_group",
+    ),
+    "armillary.train.trainer": (
+        "train",
+        "train_loop",
+    ),
 }
-"""Modules of the names that need FSDP2 and DTensor. A command with wrong arguments ends without them."""
+"""Modules that need FSDP2 and DTensor. A command with wrong arguments ends without them."""
 
-
-def __getattr__(name: str) -> object:
-    """Imports slow names at their first use."""
-    if name in _SLOW_MODULES:
-        return getattr(import_module(f"armillary.train.{_SLOW_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = imported_at_first_use(__name__, _SLOW_MODULES)

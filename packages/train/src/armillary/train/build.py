@@ -12,16 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method, build_attention
 from armillary.core import Axis, accumulation_dtype, build_mesh, start_process_group, world_size
-from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, load_pretrained
-from armillary.models.dtensors import batch_mesh
-from armillary.models.hub.folder import weight_map
-from armillary.models.initialize import meta_model
-from armillary.models.parallel import parallelize
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, load_pretrained, parallelize
+from armillary.models.parallel import batch_mesh
+from armillary.models.parts import meta_model, weight_map
 from armillary.train.checkpoint import check_output
-from armillary.train.config import Config
-from armillary.train.config.check import check, check_log
+from armillary.train.config.check import check_config, check_log
 from armillary.train.config.model_sizes import model_config
 from armillary.train.config.overlay import by_flag
+from armillary.train.config.sections import Config
 from armillary.train.cuda_setup import cuda_setup, set_connections
 from armillary.train.kernels import check_kernel, kernel_with_sm_margin
 from armillary.train.optimizer import build_optimizer
@@ -41,7 +39,7 @@ def process_group(config: Config) -> Generator[torch.device]:
         TimeoutError: other ranks did not arrive.
     """
     # 1. Checks that need no other rank come before the ranks wait for each other.
-    check(config)
+    check_config(config)
     if config.train.device != "cpu":
         set_connections(config.cuda)  # an environment variable that CUDA reads when it starts
     device = choose_device(config.train)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from armillary.data.console.exit import FAILED, exit_on_error
+from armillary.data.console import FAILED, exit_on_error
 from armillary.train.command import PROGRAM, read_command
 
 if TYPE_CHECKING:

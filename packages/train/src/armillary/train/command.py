@@ -13,11 +13,11 @@ from typing import Annotated
 
 import tyro
 
-from armillary.data.parsing import parse, parse_known, refuse_removed
+from armillary.data.console import parse, parse_known, refuse_removed
 from armillary.train import recipes
-from armillary.train.config import Config, ModelConfig
 from armillary.train.config.model_sizes import GPT_FIELDS, PRETRAINED_FIELDS
 from armillary.train.config.overlay import differences, flag, overlay_settings, read_settings
+from armillary.train.config.sections import Config, ModelConfig
 
 PROGRAM = "armillary-train"
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}

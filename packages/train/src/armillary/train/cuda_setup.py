@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from armillary.core.mesh import binds_device
-from armillary.train.config import Config, CudaConfig
+from armillary.core.parts import binds_device
+from armillary.train.config.sections import Config, CudaConfig
 from armillary.train.kernels import sm_margin
 from armillary.train.runtime.allocator import allocator_settings
 

@@ -7,11 +7,18 @@ from itertools import takewhile
 
 import torch
 
-from armillary.attention.kernels import FlashAttn3, Inputs, Kernel, choose_kernel, default_margin, kernel_candidates
-from armillary.attention.kernels.limits import FAMILIES
+from armillary.attention.parts import (
+    FAMILIES,
+    FlashAttn3,
+    Inputs,
+    Kernel,
+    choose_kernel,
+    default_margin,
+    kernel_candidates,
+)
 from armillary.models import GPTConfig, LlamaConfig
-from armillary.train.config import Config
 from armillary.train.config.model_sizes import model_config
+from armillary.train.config.sections import Config
 
 Capability = tuple[int, int]
 """Compute capability of a GPU, (major, minor)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import cos, pi
 
-from armillary.train.config import OptimizerConfig
+from armillary.train.config.sections import OptimizerConfig
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import AdamW
 
-from armillary.train.config import OptimizerConfig
+from armillary.train.config.sections import OptimizerConfig
 
 
 def build_optimizer(model: nn.Module, config: OptimizerConfig) -> AdamW:

@@ -9,10 +9,10 @@ from math import gcd, isqrt
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.registry import MethodOptions, named_method
-from armillary.core import compat
-from armillary.train.config import Config, TrainConfig
+from armillary.attention.plans import MethodOptions, named_method
+from armillary.core.parts import compat
 from armillary.train.config.model_sizes import model_config
+from armillary.train.config.sections import Config, TrainConfig
 
 DATA_AXES = ("replicate", "shard", "nodes", "devices", "ring", "ulysses")
 """Axes whose ranks hold different tokens: gradients and losses are summed over all of them."""

@@ -6,12 +6,10 @@ from pathlib import Path
 
 from armillary.attention import Method
 from armillary.core import SequenceLayout
-from armillary.data import PackedSequences, TokenStore, check_length, python_corpus
-from armillary.data.detection import open_tokens, read_tokenizer
-from armillary.data.loader.batch import Batch, Documents
-from armillary.data.packing import PACKINGS
+from armillary.data import Batch, PackedSequences, TokenStore, check_length, python_corpus
+from armillary.data.parts import PACKINGS, Documents, open_tokens, read_tokenizer
 from armillary.models import pretrained_config
-from armillary.train.config import Config, DataConfig, ModelConfig
+from armillary.train.config.sections import Config, DataConfig, ModelConfig
 from armillary.train.run import batch_mask
 
 

@@ -11,9 +11,9 @@ from torch.optim import AdamW
 from armillary.attention import AttentionMask
 from armillary.core import Axis
 from armillary.data import Batch, Batches
-from armillary.data.loader.batch import Documents, Parents
+from armillary.data.parts import Documents, Parents
 from armillary.models import GPT, Llama
-from armillary.train.config import Config
+from armillary.train.config.sections import Config
 
 
 @dataclass

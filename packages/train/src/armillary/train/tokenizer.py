@@ -10,14 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from armillary.core.files import read_json
-from armillary.data import is_store
-from armillary.data.detection import has_tokenizer, read_tokenizer, tokenizer_of
-from armillary.data.text.byte_tokenizer import ByteTokenizer
-from armillary.data.text.streamer import TwoWayTokenizer
-from armillary.data.text.tokenizer import BEGIN, TextTokenizer
-from armillary.models.hub.folder import CONFIG
-from armillary.train.config import Config
+from armillary.core.parts import read_json
+from armillary.data import ByteTokenizer, TextTokenizer, is_store
+from armillary.data.parts import BEGIN, TwoWayTokenizer, has_tokenizer, read_tokenizer, tokenizer_of
+from armillary.models.parts import CONFIG
+from armillary.train.config.sections import Config
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from armillary.data.console.exit import print_lines
+from armillary.data.console import print_lines
 from armillary.train.bad_steps import BadSteps
 from armillary.train.build import prepare, process_group
 from armillary.train.checkpoint import Checkpoints
-from armillary.train.config import Config
+from armillary.train.config.sections import Config
 from armillary.train.lr_schedule import schedule_notes
 from armillary.train.reporting.metrics import measure
 from armillary.train.reporting.report import Reporter

@@ -14,7 +14,7 @@ from armillary.attention.call.project import project_eagerly
 from armillary.attention.call.projections import Projections
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import cast_for_autocast, check_call, check_sinks, check_transforms
-from armillary.core import compat
+from armillary.core.parts import compat
 
 
 def attend(

@@ -26,7 +26,7 @@ from armillary.attention.call.graph_calls import (
 from armillary.attention.call.graph_key import NUMBERS_SCHEMA, OP_KEY_SCHEMA, CallNumbers, GraphKey, OpKey
 from armillary.attention.call.registered import object_of
 from armillary.attention.call.validation import check_transforms
-from armillary.core import compat
+from armillary.core.parts import compat
 
 # -- entry points -----------------------------------------------------------------------------------------------------
 

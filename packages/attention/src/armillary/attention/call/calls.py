@@ -21,9 +21,7 @@ from armillary.attention.call.registered import register
 from armillary.attention.call.sources import Projected
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.core import accumulation_dtype
-from armillary.core.collectives.compiled import own_memory
-from armillary.core.collectives.merge import pivot
-from armillary.core.observe.ledger import phase
+from armillary.core.parts import own_memory, phase, pivot
 
 
 @dataclass(eq=False)

@@ -16,8 +16,8 @@ from armillary.attention.call.registered import object_of
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import over_all_ranks
 from armillary.attention.mask import AttentionMask
-from armillary.core import Axis, SequenceLayout, compat
-from armillary.core.placements import Placed, check_chunks, check_placement, chunk_sizes, describe, mesh_dim
+from armillary.core import Axis, SequenceLayout
+from armillary.core.parts import Placed, check_chunks, check_placement, chunk_sizes, compat, describe, mesh_dim
 
 
 def check_dtensors(method: AttentionMethod, tensors: Mapping[str, DTensor], options: AttentionOptions) -> None:
@@ -75,7 +75,7 @@ def _check(method: AttentionMethod, metadata: Mapping[str, Placed], options: Att
         raise ValueError(f"{descriptions}: all three must be placed alike on one mesh")
     if not len(q.shape) == len(k.shape) == len(v.shape) == 4:
         raise ValueError(f"{descriptions}: each needs 4 dims, [batch, tokens, heads, head dim]")
-    check_tokens("q", q, method, options.layout, (Shard(0), Shard(2), Replicate()))
+    check_sharded_tokens("q", q, method, options.layout, (Shard(0), Shard(2), Replicate()))
     check_heads("q", q)
     check_heads("k", k)
     _check_shards(k, method, options.layout if options.key_layout is None else options.key_layout)
@@ -87,7 +87,7 @@ def _check_hidden(method: AttentionMethod, metadata: Mapping[str, Placed], layou
     """Checks x, the parameters of projections, and sinks. The parameters tell which axes shard heads."""
     x = metadata["x"]
     parameters = {name: parameter for name, parameter in metadata.items() if name not in ("x", "sinks")}
-    check_tokens("x", x, method, layout, (Shard(0), Replicate()))
+    check_sharded_tokens("x", x, method, layout, (Shard(0), Replicate()))
     for name, parameter in parameters.items():
         _check_parameter(f"{name} of projections", parameter, x)
     if "sinks" in metadata:
@@ -130,7 +130,7 @@ def head_placements(x: Placed | DTensor, parameters: Iterable[Placed | DTensor])
     )
 
 
-def check_tokens(
+def check_sharded_tokens(
     name: str,
     x: Placed | DTensor,
     method: AttentionMethod,

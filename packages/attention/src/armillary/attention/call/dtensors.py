@@ -14,7 +14,7 @@ from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.local_parameters import with_local_parameters
 from armillary.attention.call.projections import Projections
 from armillary.attention.call.spec import AttentionOptions
-from armillary.core.placements import dtensor_like, local_of
+from armillary.core.parts import dtensor_like, local_of
 
 
 def attend_dtensors(

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from armillary.core import accumulation_dtype, compat
+from armillary.core import accumulation_dtype
+from armillary.core.parts import compat
 
 
 class GradientSums:

@@ -28,7 +28,8 @@ from armillary.attention.call.projections import Projections
 from armillary.attention.call.registered import object_of
 from armillary.attention.call.spec import AttentionSpec, key_heads_of
 from armillary.attention.call.validation import check_call
-from armillary.core import accumulation_dtype, compat
+from armillary.core import accumulation_dtype
+from armillary.core.parts import compat
 
 
 class Projector(Protocol):

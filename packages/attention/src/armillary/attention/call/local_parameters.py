@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.overrides import TorchFunctionMode
 
 from armillary.attention.call.projections import Projections
-from armillary.core import compat
+from armillary.core.parts import compat
 
 
 def with_local_parameters(projections: Projections, sharding_axes: frozenset[str]) -> Projections:

@@ -13,7 +13,7 @@ from armillary.attention.call.projections import Projections
 from armillary.attention.call.recompute import capture_autocast
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import check_projected_call, check_transforms
-from armillary.core import compat
+from armillary.core.parts import compat
 
 
 @compat.outside_old_graphs

@@ -14,8 +14,8 @@ from armillary.attention.call.spec import AttentionOptions, AttentionSpec, key_h
 from armillary.attention.kernels import Inputs, Scores, check_softcap, choose_kernel
 from armillary.attention.kernels.inputs import activated_implementation, is_deterministic
 from armillary.attention.mask import AttentionMask
-from armillary.core import SequenceLayout, compat
-from armillary.core.validation import check_tensor, number
+from armillary.core import SequenceLayout
+from armillary.core.parts import check_tensor, compat, number
 
 # -- calls ------------------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.core import Axis, compat
-from armillary.core.gradients import mesh_ranks, parameters_outside_fsdp
+from armillary.core import Axis
+from armillary.core.parts import compat, mesh_ranks, parameters_outside_fsdp
 
 
 class AveragingCheck:

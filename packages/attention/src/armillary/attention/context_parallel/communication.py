@@ -11,8 +11,8 @@ from torch import Tensor
 
 from armillary.attention.call.validation import over_all_ranks
 from armillary.attention.methods.base import Method
-from armillary.core import Axis, SequenceLayout, all_reduce, compat, start_all_gather
-from armillary.core.validation import check_tensor
+from armillary.core import Axis, SequenceLayout, all_reduce, start_all_gather
+from armillary.core.parts import check_tensor, compat
 
 
 def find_axes(method: Method) -> list[Axis] | None:

@@ -18,7 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from armillary.attention.context_parallel.communication import find_axes, gather_integers
 from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.base import Method
-from armillary.core import SequenceLayout, compat
+from armillary.core import SequenceLayout
+from armillary.core.parts import compat
 
 Integers = npt.NDArray[np.int64]
 

@@ -23,8 +23,8 @@ from armillary.attention.context_parallel.sequence import check_method, takes_do
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.registry import build_attention
-from armillary.core import Axis, SequenceLayout, compat
-from armillary.core.validation import check_tensor, integer
+from armillary.core import Axis, SequenceLayout
+from armillary.core.parts import check_tensor, compat, integer
 
 PREPARERS = "armillary.prepare"
 """Group of entry points, each named after a library, that `ContextParallel.prepare` calls as (model, cp, **options)."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.content import Documents
-from armillary.core.validation import check_tensor, integer
+from armillary.core.parts import check_tensor, integer
 
 IGNORED = -100
 """Label of a token that the loss skips, as in cross_entropy and transformers."""

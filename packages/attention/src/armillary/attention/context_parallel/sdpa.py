@@ -31,7 +31,8 @@ from armillary.attention.context_parallel.sequence import (
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.content import Documents
 from armillary.attention.methods.base import Method
-from armillary.core import SequenceLayout, compat
+from armillary.core import SequenceLayout
+from armillary.core.parts import compat
 
 
 def sdpa_parallel(attend: Method) -> SdpaParallel:

@@ -20,7 +20,7 @@ from armillary.attention.context_parallel.sequence import check_method
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.core import Axis, SequenceLayout
-from armillary.core.placements import dtensor_like, local_of
+from armillary.core.parts import dtensor_like, local_of
 
 
 class ContextParallelStyle(ParallelStyle):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention.mask import AttentionMask
-from armillary.core import compat
+from armillary.core.parts import compat
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from inspect import Parameter, signature
 from typing import Any
 
-from armillary.core import compat
+from armillary.core.parts import compat
 
 
 @compat.constant_when_traced

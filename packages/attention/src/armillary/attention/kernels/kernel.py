@@ -14,7 +14,7 @@ from armillary.attention.kernels.limits import Limits
 from armillary.attention.kernels.packing import Sequences
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import Window
-from armillary.core.validation import number
+from armillary.core.parts import number
 
 ALIGNMENT = 8
 """Number of 16-bit elements in 16 bytes, the unit of a GPU load. Rows must start at multiples of this number."""

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from armillary.attention.mask import Window
-from armillary.core import compat, to_device
+from armillary.core import to_device
+from armillary.core.parts import compat
 
 MIN_SINGLE_TOKENS = 4096
 """A piece with this many queries or keys, over all its rows, is not packed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from armillary.attention.mask import Window
-from armillary.core.slices import count_pairs, slice_array
+from armillary.core.parts import count_pairs, slice_array
 
 
 class Tile(NamedTuple):

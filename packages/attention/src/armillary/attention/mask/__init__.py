@@ -9,7 +9,7 @@ from armillary.attention.mask.prefix import Prefix
 from armillary.attention.mask.row_masks import RowMasks
 from armillary.attention.mask.slice_list import Slice, SliceList
 from armillary.attention.mask.tree import Tree
-from armillary.core.validation import Window
+from armillary.core.parts import Window
 
 __all__ = [
     "AttentionMask",

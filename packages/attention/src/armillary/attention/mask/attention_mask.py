@@ -21,8 +21,19 @@ from armillary.attention.mask.row_masks import RowMasks
 from armillary.attention.mask.slice_list import Slice, SliceList
 from armillary.attention.mask.tree import Tree
 from armillary.core import Segments
-from armillary.core.slices import Integers, Slices, band, count_pairs, document_slices, slice_array, within_band
-from armillary.core.validation import Window, check_bool, documents_of, window_of
+from armillary.core.parts import (
+    Integers,
+    Slices,
+    Window,
+    band,
+    check_bool,
+    count_pairs,
+    document_slices,
+    documents_of,
+    slice_array,
+    window_of,
+    within_band,
+)
 
 PATTERNS: dict[int, type[RowPattern]] = {
     pattern.code: pattern for pattern in (SliceList, Tree, Prefix, Chunked, ImageSpans, Blocks)

@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.slices import FAR, Integers, Slices
-from armillary.core.validation import Window, integer
+from armillary.core.parts import FAR, Integers, Slices, Window, integer
 
 
 class Blocks(RowPattern):

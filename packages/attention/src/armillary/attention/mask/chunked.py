@@ -8,8 +8,7 @@ from itertools import pairwise
 from typing import Literal, get_args
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.slices import Integers, Slices, document_slices
-from armillary.core.validation import Window, check_choice, integer
+from armillary.core.parts import Integers, Slices, Window, check_choice, document_slices, integer
 
 Origin = Literal["document", "row"]
 

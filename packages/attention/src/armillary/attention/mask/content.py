@@ -9,7 +9,7 @@ from zlib import crc32
 import torch
 
 from armillary.attention.mask.pattern import Pattern, integers
-from armillary.core.slices import Integers
+from armillary.core.parts import Integers
 
 Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]
 """Boundaries of documents (0, end of the first, ..., N): one tuple for all rows, or a tuple of one for each row."""

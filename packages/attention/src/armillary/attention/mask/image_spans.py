@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.slices import Integers, Slices, band, document_slices, slice_array
-from armillary.core.validation import Window
+from armillary.core.parts import Integers, Slices, Window, band, document_slices, slice_array
 
 
 class ImageSpans(RowPattern):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from armillary.attention.mask.attention_mask import AttentionMask
 from armillary.core import SequenceLayout
-from armillary.core.layout import Side
+from armillary.core.parts import Side
 
 
 def layout_of(

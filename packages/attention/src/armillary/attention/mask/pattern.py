@@ -10,8 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
-from armillary.core.slices import Integers, Slices, band
-from armillary.core.validation import Window
+from armillary.core.parts import Integers, Slices, Window, band
 
 Ends = tuple[int, ...] | None
 """Boundaries of a row's documents; None without documents."""

@@ -8,8 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.slices import FAR, Integers, Slices
-from armillary.core.validation import Window, integer
+from armillary.core.parts import FAR, Integers, Slices, Window, integer
 
 
 class Prefix(RowPattern):

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from armillary.attention.mask.pattern import Pattern, integers
-from armillary.core.slices import Integers
+from armillary.core.parts import Integers
 
 
 class RowMasks(Pattern):

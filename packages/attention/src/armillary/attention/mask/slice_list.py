@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.slices import FAR, Integers, Slices, slice_array, trim
-from armillary.core.validation import Window, integer
+from armillary.core.parts import FAR, Integers, Slices, Window, integer, slice_array, trim
 
 MAX_COMPARED_PAIRS = 2**20
 """Maximum number of pairs of slices that are compared at once, which bounds the memory."""

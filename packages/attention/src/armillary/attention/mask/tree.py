@@ -9,9 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from armillary.attention.mask.pattern import Ends, RowPattern, integers
-from armillary.core.segments import Segments, misplaced_segment, path_depths
-from armillary.core.slices import FAR, Integers, Slices
-from armillary.core.validation import Window, boundaries_of, integer
+from armillary.core import Segments
+from armillary.core.parts import FAR, Integers, Slices, Window, boundaries_of, integer, misplaced_segment, path_depths
 
 
 class Tree(RowPattern):

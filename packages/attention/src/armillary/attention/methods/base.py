@@ -26,8 +26,8 @@ from armillary.attention.call.validation import (
 from armillary.attention.kernels import Kernel
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.layouts import layout_of
-from armillary.core import SequenceLayout, compat
-from armillary.core.layout import Side
+from armillary.core import SequenceLayout
+from armillary.core.parts import Side, compat
 
 
 class Method(AttentionMethod):

@@ -13,7 +13,7 @@ from armillary.attention.methods.head_shards import check_heads
 from armillary.attention.methods.local import Local
 from armillary.attention.methods.rank_grid import check_inner
 from armillary.core import Axis, SequenceLayout
-from armillary.core.layout import Side
+from armillary.core.parts import Side
 
 PendingTensor = Callable[[], Tensor]
 """Waits for a tensor in flight and returns it."""

@@ -38,8 +38,7 @@ from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
 from armillary.core import Axis, TokenRanges, accumulation_dtype
-from armillary.core.layout import Side
-from armillary.core.validation import check_choice
+from armillary.core.parts import Side, check_choice
 
 Backward = Literal["auto", "keys", "queries"]
 MAX_IMBALANCE = 1.10

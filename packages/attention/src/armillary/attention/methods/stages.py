@@ -19,7 +19,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from armillary.attention.methods.head_shards import split_heads
-from armillary.core.validation import integer
+from armillary.core.parts import integer
 
 
 class RankHeads(NamedTuple):

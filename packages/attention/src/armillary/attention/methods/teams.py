@@ -20,8 +20,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.layouts import layout_of
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.core import SequenceLayout
-from armillary.core.spans import Spans
-from armillary.core.validation import check_choice, integer
+from armillary.core.parts import Spans, check_choice, integer
 
 Placement = Literal["collect_intra", "p2p_intra"]
 

@@ -29,7 +29,7 @@ from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis, TokenRanges
-from armillary.core.layout import Side
+from armillary.core.parts import Side
 
 
 class TokenRing(Method):

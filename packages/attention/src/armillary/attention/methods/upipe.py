@@ -32,8 +32,7 @@ from armillary.attention.methods.head_axis import HeadMethod, PendingTensor
 from armillary.attention.methods.head_shards import split_heads
 from armillary.attention.methods.stages import KeyHeads, RankHeads, Stage, check_heads_per_stage, stages_of
 from armillary.core import Axis, accumulation_dtype, start_head_to_seq, start_seq_to_head
-from armillary.core.collectives.all_to_all import PackedHeads, start_head_to_parts, start_packed_to_head
-from armillary.core.validation import check_bool
+from armillary.core.parts import PackedHeads, check_bool, start_head_to_parts, start_packed_to_head
 
 QueryTensor = Callable[[Heads], Tensor]
 """Returns [B, T, len(heads), D] of this rank's tokens: q, out or dout of some query heads."""

@@ -38,7 +38,7 @@ from armillary.core import (
     start_merge_scatter,
     start_reduce_scatter,
 )
-from armillary.core.validation import check_bool
+from armillary.core.parts import check_bool
 
 Tensors = Sequence[Tensor]
 PendingGather = Callable[[], tuple[Tensor, ...]]

@@ -10,7 +10,7 @@ from armillary.attention.mask.layouts import layout_of
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.attention.planning.memory import HeadStages, Sizes
 from armillary.core import SequenceLayout
-from armillary.core.layout import Side
+from armillary.core.parts import Side
 
 InnerPlan = Callable[[AttentionShape], CommPlan]
 """Returns the communication plan of a method on the sequence axis."""

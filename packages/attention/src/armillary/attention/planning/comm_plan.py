@@ -19,8 +19,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.planning.send import Send
 from armillary.attention.tiling.grid import Grid, grid_of
 from armillary.core import SequenceLayout, accumulation_dtype
-from armillary.core.observe.ledger import KINDS, PHASES
-from armillary.core.validation import check_choice
+from armillary.core.parts import KINDS, PHASES, check_choice
 
 Kind = Literal["p2p", "all_to_all", "all_gather", "reduce_scatter"]
 Role = Literal["ring", "ulysses", "nodes", "devices"]

@@ -17,7 +17,7 @@ from armillary.attention.planning.memory import (
 from armillary.attention.planning.rotation import ring_reduce_sends, rotation_steps
 from armillary.attention.planning.token_ring import pass_queries_backward_steps
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
-from armillary.core.layout import Side
+from armillary.core.parts import Side
 
 
 @dataclass(frozen=True)

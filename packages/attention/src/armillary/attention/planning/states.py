@@ -23,9 +23,7 @@ from armillary.attention.planning.comm_plan import (
 )
 from armillary.attention.states.plan import exchange_counts
 from armillary.core import Segments, SequenceLayout, accumulation_dtype
-from armillary.core.collectives.token_moves import Owners
-from armillary.core.segments import segments_of
-from armillary.core.validation import check_choice
+from armillary.core.parts import Owners, check_choice, segments_of
 
 StateLayer = Literal["gated_delta_rule", "ssd"]
 

@@ -10,7 +10,7 @@ from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Ste
 from armillary.attention.planning.memory import Sizes, kernel_forward, rotate_queries_backward
 from armillary.attention.planning.rotation import TokenSends, direct_reduce_sends, rotation_steps
 from armillary.attention.rotation.topology import RingTopology
-from armillary.core.layout import Side
+from armillary.core.parts import Side
 
 
 @dataclass(frozen=True)

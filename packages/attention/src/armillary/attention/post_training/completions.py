@@ -11,8 +11,7 @@ from torch import Tensor
 
 from armillary.attention.mask import AttentionMask
 from armillary.core import Segments, SequenceLayout
-from armillary.core.segments import NONE
-from armillary.core.validation import check_tensor
+from armillary.core.parts import MISSING, check_tensor
 
 
 class CompletionLabels(NamedTuple):
@@ -70,11 +69,11 @@ def completion_labels(
     if trained is not None and len(trained) != rows:
         raise ValueError(f"trained has {len(trained)} rows, ids have {rows}")
     own_positions = layout.positions(shard).numpy()
-    local_index = np.full(length, NONE)  # of each position of a row; NONE on other ranks
+    local_index = np.full(length, MISSING)  # of each position of a row; MISSING on other ranks
     local_index[own_positions] = np.arange(len(own_positions))
     entries, count = [np.empty((0, 3), dtype=np.int64)], 0
     for row, tree in enumerate(segments):
-        is_trained = [parent != NONE for parent in tree.parents] if trained is None else list(trained[row])
+        is_trained = [parent != MISSING for parent in tree.parents] if trained is None else list(trained[row])
         if len(is_trained) != len(tree.parents):
             raise ValueError(f"trained[{row}] has {len(is_trained)} entries for {len(tree.parents)} segments")
         numbers = _sequence_numbers(tree, is_trained, count)
@@ -83,7 +82,7 @@ def completion_labels(
             tokens = np.arange(tree.ends[segment], tree.ends[segment + 1])
             predictors = tree.ancestors(tokens, 1)
             # A root's first token has no predictor, and another rank may have the token that predicts.
-            is_local = (predictors != NONE) & (local_index[predictors] != NONE)
+            is_local = (predictors != MISSING) & (local_index[predictors] != MISSING)
             tokens, predictors = tokens[is_local], predictors[is_local]
             # Indices over all rows: of the predicting token among local tokens, of the label in the flattened ids.
             columns = [row * len(own_positions) + local_index[predictors], row * length + tokens]
@@ -102,7 +101,7 @@ def _sequence_numbers(tree: Segments, trained: Sequence[bool], first: int) -> li
     leaves = sorted({*range(len(tree.parents))} - {*tree.parents})
     for leaf in leaves:
         path, segment = list[int](), leaf
-        while segment != NONE:
+        while segment != MISSING:
             path.append(segment)
             segment = tree.parents[segment]
         if any(trained[segment] for segment in path):

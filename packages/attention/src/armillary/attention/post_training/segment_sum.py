@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
 from armillary.attention.methods.base import Method
 from armillary.core import Axis, accumulation_dtype
-from armillary.core.validation import check_tensor, integer
+from armillary.core.parts import check_tensor, integer
 
 Axes = Method | Sequence[DeviceMesh | Axis]
 """All axes over which tokens or rows differ: a method, for its axes, or a list of 1-D meshes or axes."""

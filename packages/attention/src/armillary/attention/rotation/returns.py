@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from armillary.attention.rotation.rotate import RingStep, Rotation
-from armillary.core import Exchange, FlatBuffer, ReceiveBuffers, TokenRanges, accumulation_dtype, compat, start_exchange
+from armillary.core import Exchange, FlatBuffer, ReceiveBuffers, TokenRanges, accumulation_dtype, start_exchange
+from armillary.core.parts import compat
 
 Partials = Sequence[Tensor]
 """One rank's partial results for some tokens of one shard, [B, t, ...] each."""

@@ -19,8 +19,7 @@ from armillary.attention.states.kernels import choose_kernel
 from armillary.attention.states.plan import ScanPlan, plan_scan
 from armillary.attention.states.scan import ScanCall, scan
 from armillary.core import Axis, SequenceLayout
-from armillary.core.segments import segments_of
-from armillary.core.validation import check_tensor, number
+from armillary.core.parts import check_tensor, number, segments_of
 
 
 class StateOptions(NamedTuple):

@@ -12,15 +12,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from armillary.attention.call.dtensor_checks import check_heads, check_token_placements
 from armillary.attention.states.calls import RECURRENCES, StateOptions, run_layer
-from armillary.core import Axis, compat
-from armillary.core.placements import (
-    check_chunks,
-    check_placement,
-    chunk_sizes,
-    describe,
-    dtensor_like,
-    local_of,
-)
+from armillary.core import Axis
+from armillary.core.parts import check_chunks, check_placement, chunk_sizes, compat, describe, dtensor_like, local_of
 
 
 @compat.outside_graphs

@@ -18,8 +18,7 @@ from armillary.attention.call.graph_key import read_layout
 from armillary.attention.mask import AttentionMask
 from armillary.attention.states.calls import RECURRENCES, StateOptions, state_dtype
 from armillary.attention.states.scan import ScanCall
-from armillary.core import compat
-from armillary.core.collectives.compiled import axis_of, own_memory, traced_axis
+from armillary.core.parts import axis_of, compat, own_memory, traced_axis
 
 KEY_SCHEMA = "str layer, str axis, str group, str layout, str kernel, float scale, SymInt[] sides"
 

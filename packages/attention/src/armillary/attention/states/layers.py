@@ -12,7 +12,8 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.states.calls import RECURRENCES, StateOptions, run_layer
 from armillary.attention.states.chunks import StateKernel
 from armillary.attention.states.graph import trace_scan
-from armillary.core import Axis, SequenceLayout, compat
+from armillary.core import Axis, SequenceLayout
+from armillary.core.parts import compat
 
 
 def gated_delta_rule(

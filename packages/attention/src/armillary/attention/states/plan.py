@@ -25,10 +25,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from armillary.core import Segments, SequenceLayout, compat
-from armillary.core.collectives.token_moves import Owners
-from armillary.core.segments import NONE
-from armillary.core.slices import Integers
+from armillary.core import Segments, SequenceLayout
+from armillary.core.parts import MISSING, Integers, Owners, compat
 
 
 class ShardRun(NamedTuple):
@@ -75,7 +73,7 @@ def _depths(parents: Sequence[int]) -> Integers:
     """Returns the depth of each node; 0 for roots. A parent is an earlier node."""
     depths = list[int]()
     for parent in parents:
-        depths.append(0 if parent == NONE else depths[parent] + 1)
+        depths.append(0 if parent == MISSING else depths[parent] + 1)
     return np.array(depths, dtype=np.int64)
 
 
@@ -168,7 +166,7 @@ class RunChunks(NamedTuple):
         parents, chunk_runs, starts = list[int](), list[int](), list[int]()
         last_of_run = dict[int, int]()
         for index in own_runs:
-            parent = last_of_run.get(runs[index].previous, NONE)
+            parent = last_of_run.get(runs[index].previous, MISSING)
             for start in range(runs[index].start, runs[index].stop, size):
                 parents.append(parent)
                 parent = len(chunk_runs)
@@ -176,7 +174,7 @@ class RunChunks(NamedTuple):
                 starts.append(start)
             last_of_run[index] = parent
         order = depth_order(parents)
-        sorted_index = {NONE: NONE} | {chunk: index for index, chunk in enumerate(order)}
+        sorted_index = {MISSING: MISSING} | {chunk: index for index, chunk in enumerate(order)}
         return cls(
             size,
             [chunk_runs[chunk] for chunk in order],
@@ -218,8 +216,8 @@ def plan_scan(
     roots = _tree_roots(runs)
     chunks = RunChunks.cut(runs, rank, max_chunk)
     # If the first run of a tree has a previous run, that run is on another rank.
-    dependent_chunks = [chunk for chunk, run in enumerate(chunks.runs) if runs[roots[run]].previous != NONE]
-    dependent_index = {NONE: NONE} | {chunk: index for index, chunk in enumerate(dependent_chunks)}
+    dependent_chunks = [chunk for chunk, run in enumerate(chunks.runs) if runs[roots[run]].previous != MISSING]
+    dependent_index = {MISSING: MISSING} | {chunk: index for index, chunk in enumerate(dependent_chunks)}
     # A subset of chunks in depth order that contains whole trees is in depth order itself.
     dependent_forest = Forest.of([dependent_index[chunks.parents[chunk]] for chunk in dependent_chunks], device)
     first_chunks = [chunk for chunk, run in enumerate(chunks.runs) if chunks.starts[chunk] == runs[run].start == 0]
@@ -263,12 +261,12 @@ def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[ShardRun]:
             previous_tokens = segments.ancestors(np.array([start for start, *_ in spans]), 1)
             run_ending_at = {stop - 1: index for index, (_, stop, _) in enumerate(spans)}
             by_segments[segments] = [
-                (shard, start, stop, run_ending_at.get(token, NONE))
+                (shard, start, stop, run_ending_at.get(token, MISSING))
                 for (start, stop, shard), token in zip(spans, previous_tokens.tolist(), strict=True)
             ]
         offset = len(runs)
         runs += [
-            ShardRun(shard, row, start, stop, previous if previous == NONE else previous + offset)
+            ShardRun(shard, row, start, stop, previous if previous == MISSING else previous + offset)
             for shard, start, stop, previous in by_segments[segments]
         ]
     return runs
@@ -278,7 +276,7 @@ def _tree_roots(runs: Sequence[ShardRun]) -> list[int]:
     """Returns for each run the first run of its tree, which is on the same rank."""
     roots = list[int]()
     for index, run in enumerate(runs):
-        same_rank = run.previous != NONE and runs[run.previous].rank == run.rank
+        same_rank = run.previous != MISSING and runs[run.previous].rank == run.rank
         roots.append(roots[run.previous] if same_rank else index)
     return roots
 
@@ -287,7 +285,7 @@ def exchange_counts(layout: SequenceLayout, rows: tuple[Segments, ...]) -> tuple
     """Returns the numbers of states and of maps that each rank sends, as in `StateExchange`."""
     runs = _runs(layout, rows)
     roots, boundary_runs = _tree_roots(runs), _boundary_runs(runs, layout.length)
-    map_runs = [run for run in boundary_runs if runs[roots[run]].previous != NONE]
+    map_runs = [run for run in boundary_runs if runs[roots[run]].previous != MISSING]
     state_ranks, map_ranks = [runs[run].rank for run in boundary_runs], [runs[run].rank for run in map_runs]
     ranks = range(layout.shards)
     return [state_ranks.count(rank) for rank in ranks], [map_ranks.count(rank) for rank in ranks]
@@ -295,7 +293,7 @@ def exchange_counts(layout: SequenceLayout, rows: tuple[Segments, ...]) -> tuple
 
 def _boundary_runs(runs: Sequence[ShardRun], length: int) -> list[int]:
     """Returns the runs with a boundary state: a run of another rank continues them, or a row ends."""
-    continued = {run.previous for run in runs if run.previous != NONE and runs[run.previous].rank != run.rank}
+    continued = {run.previous for run in runs if run.previous != MISSING and runs[run.previous].rank != run.rank}
     return sorted(continued | {index for index, run in enumerate(runs) if run.stop == length})
 
 
@@ -320,15 +318,15 @@ def _exchange(
     # In the order of runs, parents precede their children.
     boundary_runs = _boundary_runs(runs, layout.length)
     boundary_index = {run: index for index, run in enumerate(boundary_runs)}
-    parents = [boundary_index.get(runs[roots[run]].previous, NONE) for run in boundary_runs]
+    parents = [boundary_index.get(runs[roots[run]].previous, MISSING) for run in boundary_runs]
     order = depth_order(parents)
-    sorted_index = {NONE: NONE} | {index: node for node, index in enumerate(order)}
+    sorted_index = {MISSING: MISSING} | {index: node for node, index in enumerate(order)}
     forest = Forest.of([sorted_index[parents[index]] for index in order], device)
     forest_runs = [boundary_runs[index] for index in order]
 
     # An all-gather returns tensors in the order of ranks. `sorted` is stable, so tensors of one rank stay in run order.
     state_runs = sorted(boundary_runs, key=lambda run: runs[run].rank)
-    map_runs = [run for run in state_runs if runs[roots[run]].previous != NONE]
+    map_runs = [run for run in state_runs if runs[roots[run]].previous != MISSING]
     gathered_state = {run: index for index, run in enumerate(state_runs)}
     gathered_map = {run: index for index, run in enumerate(map_runs)}
     own_state_runs = [run for run in state_runs if runs[run].rank == rank]

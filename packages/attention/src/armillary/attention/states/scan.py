@@ -13,7 +13,7 @@ from armillary.attention.call.recompute import outside_autocast
 from armillary.attention.states.chunks import Operands, StateKernel, apply_map
 from armillary.attention.states.plan import Forest, ScanPlan, StateExchange
 from armillary.core import Axis, start_all_gather, start_reduce_scatter
-from armillary.core.observe.ledger import phase
+from armillary.core.parts import phase
 
 MakeOperands = Callable[..., Operands]
 """Computes the operands of a layer from its inputs."""

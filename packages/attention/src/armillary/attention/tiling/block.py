@@ -13,10 +13,10 @@ from torch import Tensor
 
 from armillary.attention.kernels import Kernel, Scores, contiguous_rows
 from armillary.attention.tiling.grid import Grid
-from armillary.attention.tiling.merge import ALL, Merge, Sum, TilePart
+from armillary.attention.tiling.merge import WHOLE_DIM, Merge, Sum, TilePart
 from armillary.attention.tiling.packs import KernelCall, PackedCall, Shards, SingleCall, pack_calls
-from armillary.core import TokenRanges, Trace, compat, span
-from armillary.core.observe.trace import NO_SPAN
+from armillary.core import TokenRanges, Trace, span
+from armillary.core.parts import NO_SPAN, compat
 
 Calls = tuple[SingleCall | PackedCall, ...]
 """The kernel calls of a block, with small ones packed."""
@@ -157,14 +157,14 @@ def kernel_calls(
     query_count = grid.layout.sizes[query] if queries is None else queries.count
     key_count = grid.key_layout.sizes[key] if keys is None else keys.count
     for row in grid.rows:
-        rows = slice(row, row + 1) if grid.mask.per_row else ALL
+        rows = slice(row, row + 1) if grid.mask.per_row else WHOLE_DIM
         for block_tile in grid.tiles(query, key, row):
             for tile in kernel.cut(block_tile):  # into tiles that the kernel supports
                 query_tokens = _packed_slice(tile.q0, tile.q1, queries, query_count)
                 key_tokens = _packed_slice(tile.k0, tile.k1, keys, key_count)
                 for run in heads:
-                    query_heads = ALL if len(heads) == 1 else slice(run.q0, run.q1)
-                    key_heads = slice(run.k0, run.k1)  # not `ALL`: there may be key heads that no query head uses
+                    query_heads = WHOLE_DIM if len(heads) == 1 else slice(run.q0, run.q1)
+                    key_heads = slice(run.k0, run.k1)  # not `WHOLE_DIM`: there may be key heads that no query head uses
                     query_part = TilePart(rows, query_tokens, query_heads)
                     yield query_part, TilePart(rows, key_tokens, key_heads), tile.offsets
 
@@ -173,7 +173,7 @@ def _packed_slice(start: int, stop: int, packed: TokenRanges | None, count: int)
     """Returns tokens start .. stop - 1 of a shard as a slice of the `count` tokens of a packed tensor."""
     # Every row and column of a tile is in a visible pair, so that all these tokens are packed, side by side.
     if stop - start == count:
-        return ALL
+        return WHOLE_DIM
     shift = 0 if packed is None else packed.index(start) - start
     return slice(start + shift, stop + shift)
 

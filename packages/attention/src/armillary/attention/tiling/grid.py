@@ -13,7 +13,7 @@ from armillary.attention.mask.bounded_cache import BoundedCache
 from armillary.attention.tiling.spans import SpanTable, TileArray, all_spans, pair_counts, tile_array, unite_ranges
 from armillary.attention.tiling.tiles import join_tiles
 from armillary.core import SequenceLayout
-from armillary.core.slices import widen
+from armillary.core.parts import widen
 
 Result = TypeVar("Result")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from armillary.core import TokenRanges, accumulation_dtype, merge_, to_device
 
-ALL = slice(None)
+WHOLE_DIM = slice(None)
 MAX_CHUNKS = 16
 """Largest number of chunks in which a packed result is merged."""
 MIN_CHUNK = 512
@@ -19,7 +19,7 @@ MIN_CHUNK = 512
 
 
 class TilePart(NamedTuple):
-    """Some rows of the batch, tokens and heads of a tensor [B, T, H, ...]. `ALL` selects a whole dim."""
+    """Some rows of the batch, tokens and heads of a tensor [B, T, H, ...]. `WHOLE_DIM` selects a whole dim."""
 
     rows: slice
     tokens: slice
@@ -28,8 +28,8 @@ class TilePart(NamedTuple):
     def of(self, x: Tensor) -> Tensor:
         """Returns this part of x [B, T, H, ...]: a view, or x itself."""
         rows, tokens, heads = self
-        if rows is ALL and (heads is ALL or (heads.start == 0 and heads.stop == x.shape[2])):
-            return x if tokens is ALL else x.narrow(1, tokens.start, tokens.stop - tokens.start)
+        if rows is WHOLE_DIM and (heads is WHOLE_DIM or (heads.start == 0 and heads.stop == x.shape[2])):
+            return x if tokens is WHOLE_DIM else x.narrow(1, tokens.start, tokens.stop - tokens.start)
         return x[rows, tokens, heads]
 
     def ranges(self, batch: int, tokens: int) -> tuple[range, range]:
@@ -70,7 +70,7 @@ class PackedTokens:
         x.view(-1, *x.shape[2:])[:, self.heads].index_copy_(0, self.index, packed)
 
 
-EVERYTHING = TilePart(ALL, ALL, ALL)
+EVERYTHING = TilePart(WHOLE_DIM, WHOLE_DIM, WHOLE_DIM)
 
 
 @dataclass
@@ -122,7 +122,7 @@ class Merge:
         """Merges a partial result for t tokens of all rows and heads: out [B, t, H, Dv] and lse [B, t, H]."""
         if len(tokens.runs) == 1:
             (run,) = tokens.runs
-            self.add(TilePart(ALL, slice(run.start, run.stop), ALL), out, lse)
+            self.add(TilePart(WHOLE_DIM, slice(run.start, run.stop), WHOLE_DIM), out, lse)
             return
         total_out, total_lse = self.totals()
         # Copies the runs into one tensor, so that there is one merge instead of one per run.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from armillary.core import SequenceLayout, TokenRanges
-from armillary.core.spans import Spans
+from armillary.core.parts import Spans
 
 
 class PartialLayout(SequenceLayout):

@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armillary.core import SequenceLayout
-from armillary.core.slices import FAR, Integers, Slices, widen
-from armillary.core.spans import Spans
+from armillary.core.parts import FAR, Integers, Slices, Spans, widen
 
 TileArray = NDArray[np.int64]
 """[n, 7]: key shard, q0, q1, k0, k1, low, high of n tiles, as in `Tile`; -FAR and FAR stand for no bound."""

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from armillary.attention.kernels.tile import Tile
 from armillary.attention.mask import AttentionMask
 from armillary.attention.tiling.spans import SpanTable, TileArray, tile_array
-from armillary.core.slices import FAR, Integers
-from armillary.core.spans import Spans
+from armillary.core.parts import FAR, Integers, Spans
 
 
 def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tuple[Tile, ...]:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from armillary.core.files import read_file
+from armillary.core.parts import read_file
 
 
 class FirstFailure(NamedTuple):

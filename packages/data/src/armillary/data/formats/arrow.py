@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from armillary.core.files import file_size, is_file_name, read_json
+from armillary.core.parts import file_size, is_file_name, read_json
 from armillary.data.optional import optional
 from armillary.data.shuffle import Index
 from armillary.data.store import Integers, TokenStore, Vocabulary

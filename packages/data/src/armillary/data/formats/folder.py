@@ -23,8 +23,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.core.files import file_size, open_file, read_json
-from armillary.core.validation import count
+from armillary.core.parts import count, file_size, open_file, read_json
 from armillary.data.store import TokenStore, Vocabulary
 
 FORMAT = "armillary token store"

@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.core.files import file_size
+from armillary.core.parts import file_size
 from armillary.data.formats.folder import check_size, map_file
 from armillary.data.shuffle import Index
 from armillary.data.store import TokenStore, Vocabulary

@@ -8,8 +8,7 @@ from statistics import mean
 from typing import Any
 
 from armillary.core import SequenceLayout, attention_balance, attention_traffic
-from armillary.core.balancing.spread import uncut_spans
-from armillary.core.slices import mask_slices
+from armillary.core.parts import mask_slices, uncut_spans
 from armillary.data.loader.batches import check_minimum
 from armillary.data.loader.epochs import PackedRow
 from armillary.data.loader.packed_sequences import PackedSequences, check_length

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from armillary.core import SequenceLayout
-from armillary.core.validation import count
+from armillary.core.parts import count
 from armillary.data.loader.batch import Batch
 from armillary.data.loader.prefetch import Prefetch
 

@@ -10,7 +10,7 @@ from threading import Lock
 
 import numpy as np
 
-from armillary.core.spans import Spans
+from armillary.core.parts import Spans
 from armillary.data.loader.batch import IGNORE
 from armillary.data.packing import DocumentPiece, Packed, Packing
 from armillary.data.shuffle import Index, permutation

@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from armillary.core.files import read_file
+from armillary.core.parts import read_file
 from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG
 from armillary.data.prepare.sources import InputChunk, Invalid, documents
 from armillary.data.shuffle import Index, stable_hash

@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
 
-from armillary.core.files import file_size, open_file, read_file
+from armillary.core.parts import file_size, open_file, read_file
 from armillary.data.formats.arrow import is_single_dataset, load_dataset
 from armillary.data.optional import optional
 from armillary.data.text.corpus import Document, binary, is_visible, walk

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from armillary.core.files import parse_object, read_file, read_json
+from armillary.core.parts import parse_object, read_file, read_json
 from armillary.data.optional import optional
 from armillary.data.text.byte_tokenizer import check_tokens
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from armillary.attention.context_parallel.communication import gather_integers
-from armillary.attention.methods.base import Method
-from armillary.core import compat
+from armillary.attention import Method
+from armillary.attention.parts import gather_integers
+from armillary.core.parts import compat
 from armillary.integrations.diffusers.plans import Plan, attention_modules, find_modules
 
 MARK = "armillary_sharded"

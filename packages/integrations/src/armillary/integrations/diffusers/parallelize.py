@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from armillary.attention import ContextParallel, Method
-from armillary.attention.context_parallel.sdpa import unbound
-from armillary.core.validation import check_tensor
+from armillary.attention.parts import unbound
+from armillary.core.parts import check_tensor
 from armillary.integrations.diffusers.checks import (
     MARK,
     check_equal_over_ranks,

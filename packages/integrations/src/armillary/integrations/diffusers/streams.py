@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from armillary.attention.context_parallel.communication import method_axes
-from armillary.attention.context_parallel.sdpa import Routing
-from armillary.attention.context_parallel.sequence import SequenceContext
-from armillary.attention.mask import AttentionMask
-from armillary.attention.methods.base import Method
+from armillary.attention import AttentionMask, Method
+from armillary.attention.parts import Routing, SequenceContext, method_axes
 from armillary.core import SequenceLayout, all_gather
-from armillary.core.spans import cut
+from armillary.core.parts import cut
 from armillary.integrations.diffusers.plans import Split
 
 

@@ -17,11 +17,15 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, ContextParallel, Method
-from armillary.attention.context_parallel.communication import gather_integers
-from armillary.attention.context_parallel.registries import ShardedImplementation
-from armillary.attention.context_parallel.sequence import SequenceContext, check_method, current_sequence
-from armillary.attention.mask.content import Documents
-from armillary.core import compat
+from armillary.attention.parts import (
+    Documents,
+    SequenceContext,
+    ShardedImplementation,
+    check_method,
+    current_sequence,
+    gather_integers,
+)
+from armillary.core.parts import compat
 from armillary.integrations.transformers.caches import disable_caches
 from armillary.integrations.transformers.callers import Caller, calling_functions, calling_module
 from armillary.integrations.transformers.documents import DocumentFinder, documents_of_boundaries

@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from armillary.attention.context_parallel.communication import gather_integers, gather_tokens
-from armillary.attention.context_parallel.documents import POSITIONS_HINT, check_positions, check_shards, find_documents
-from armillary.attention.context_parallel.sequence import check_tokens
-from armillary.attention.mask import AttentionMask
-from armillary.attention.mask.content import Documents
-from armillary.attention.methods.base import Method
+from armillary.attention import AttentionMask, Method
+from armillary.attention.parts import (
+    POSITIONS_HINT,
+    Documents,
+    check_positions,
+    check_shards,
+    check_tokens,
+    find_documents,
+    gather_integers,
+    gather_tokens,
+)
 from armillary.core import SequenceLayout
 from armillary.integrations.transformers.shard_mask import ShardMask
 

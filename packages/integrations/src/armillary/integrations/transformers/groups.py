@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from armillary.attention.context_parallel.communication import gather_tokens
-from armillary.attention.context_parallel.documents import check_shards
-from armillary.attention.mask import AttentionMask, Slice
-from armillary.attention.methods.base import Method
+from armillary.attention import AttentionMask, Method, Slice
+from armillary.attention.parts import check_shards, gather_tokens
 from armillary.core import SequenceLayout
 from armillary.integrations.transformers.callers import Caller
 from armillary.integrations.transformers.masks import FAR, Band, Rule

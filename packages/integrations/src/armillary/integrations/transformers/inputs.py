@@ -11,11 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.attention import ContextParallel
-from armillary.attention.context_parallel.batch import ContextParallelBatch
-from armillary.attention.context_parallel.communication import gather_integers
-from armillary.attention.context_parallel.rows import IGNORED
-from armillary.attention.methods.base import Method
+from armillary.attention import ContextParallel, Method
+from armillary.attention.parts import IGNORED, ContextParallelBatch, gather_integers
 
 TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 """Inputs with one value per token, which are sharded."""

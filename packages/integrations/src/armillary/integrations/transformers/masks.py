@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.attention.mask import Window
+from armillary.core.parts import Window
 
 FAR = 2**62
 Band = tuple[int, int]

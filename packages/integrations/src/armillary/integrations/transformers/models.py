@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.attention.context_parallel.registries import Registries, method_of_implementation
-from armillary.attention.methods.base import Method
-from armillary.core import compat
+from armillary.attention import Method
+from armillary.attention.parts import Registries, method_of_implementation
+from armillary.core.parts import compat
 from armillary.integrations.transformers.interface import calls_interface, check_own_attention, innermost_model
 from armillary.integrations.transformers.multimodal import MultimodalPositions, repeats_positions
 from armillary.integrations.transformers.rope import RopeHook, depends_on_last_position

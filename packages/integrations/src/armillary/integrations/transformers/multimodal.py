@@ -15,9 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from armillary.attention.context_parallel.communication import find_axes, gather_integers
-from armillary.attention.context_parallel.sdpa import in_backward
-from armillary.attention.methods.base import Method
+from armillary.attention import Method
+from armillary.attention.parts import find_axes, gather_integers, in_backward
 
 REPEATS_POSITIONS = re.compile(r"position_ids\.(ndim|dim\(\)) == 2")
 """Matches the source of a forward that repeats position ids [B, T] for each axis."""

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from armillary.attention.context_parallel.communication import gather_integers
-from armillary.attention.methods.base import Method
-from armillary.core import compat
+from armillary.attention import Method
+from armillary.attention.parts import gather_integers
+from armillary.core.parts import compat
 
 
 def depends_on_last_position(rope: Any) -> bool:

@@ -17,9 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.attention import Method
-from armillary.attention.call.validation import over_all_ranks
-from armillary.attention.context_parallel.communication import gather_integers, method_axes, sum_over_axes
-from armillary.attention.context_parallel.sequence import current_sequence
+from armillary.attention.parts import current_sequence, gather_integers, method_axes, over_all_ranks, sum_over_axes
 from armillary.core import SequenceLayout
 
 LAST_TOKEN = "last_non_pad_token"

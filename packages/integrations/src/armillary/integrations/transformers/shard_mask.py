@@ -8,9 +8,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from armillary.attention.context_parallel.sequence import SequenceContext
-from armillary.attention.mask import AttentionMask
-from armillary.attention.mask.content import Documents
+from armillary.attention import AttentionMask
+from armillary.attention.parts import Documents, SequenceContext
 from armillary.core import SequenceLayout
 from armillary.integrations.transformers.groups import mask_of
 from armillary.integrations.transformers.masks import Rule

@@ -24,9 +24,9 @@ from torch.nn.functional import softplus
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
-from armillary.attention.context_parallel.communication import gather_integers, sequence_axis
-from armillary.attention.context_parallel.sequence import SequenceContext, current_sequence
-from armillary.core import Axis, SequenceLayout, compat, short_convolution
+from armillary.attention.parts import SequenceContext, current_sequence, gather_integers, sequence_axis
+from armillary.core import Axis, SequenceLayout, short_convolution
+from armillary.core.parts import compat
 
 OPTION = "armillary_sequence"
 """Name of the option that carries the `StateSequence` from a model to its layers."""

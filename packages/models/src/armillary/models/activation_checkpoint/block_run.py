@@ -9,8 +9,7 @@ from typing import ClassVar, Self
 
 from torch import Tensor
 
-from armillary.attention.call.gradient_sums import GradientSums
-from armillary.attention.call.recompute import RNGReplay
+from armillary.attention.parts import GradientSums, RNGReplay
 from armillary.core import label
 from armillary.models.activation_checkpoint.segments import Keep
 from armillary.models.block import Block, Context

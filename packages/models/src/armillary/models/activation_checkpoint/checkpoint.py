@@ -10,7 +10,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from armillary.core import compat
+from armillary.core.parts import compat
 from armillary.models.activation_checkpoint.block_run import BlockRun
 from armillary.models.activation_checkpoint.offload import OffloadedTensors, finish_latest_copy
 

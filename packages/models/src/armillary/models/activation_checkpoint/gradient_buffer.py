@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from armillary.core import compat
+from armillary.core.parts import compat
 
 
 def writable(grad_outputs: tuple[Tensor, ...]) -> Tensor:

@@ -35,10 +35,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from armillary.attention import AttentionSpec, Method, Projected, UPipe
-from armillary.attention.call.gradient_sums import GradientSums
-from armillary.attention.call.recompute import RNGReplay, capture_autocast
+from armillary.attention.parts import GradientSums, RNGReplay, capture_autocast
 from armillary.core import label
-from armillary.core.observe.ledger import phase
+from armillary.core.parts import phase
 from armillary.models.activation_checkpoint.block_run import BlockRun
 from armillary.models.activation_checkpoint.checkpoint import Checkpoint
 from armillary.models.activation_checkpoint.gradient_buffer import writable

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from armillary.attention.call.gradient_sums import GradientSums
+from armillary.attention.parts import GradientSums
 from armillary.core import label
 from armillary.models.activation_checkpoint.block_run import BlockRun
 from armillary.models.block import attend

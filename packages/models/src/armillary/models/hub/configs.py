@@ -12,8 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from armillary.core.files import read_json
-from armillary.core.validation import check_bool, check_choice, integer, number
+from armillary.core.parts import check_bool, check_choice, integer, number, read_json
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.families import FAMILIES, HYBRID, HYBRID_FLAGS, Config, Family
 from armillary.models.hub.folder import CONFIG

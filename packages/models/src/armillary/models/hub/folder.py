@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from armillary.core.files import is_file_name, read_json, writing
-from armillary.core.validation import integer
+from armillary.core.parts import integer, is_file_name, read_json, writing
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GENERATION = "generation_config.json"

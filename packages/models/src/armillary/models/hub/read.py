@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from armillary.core.files import file_size
+from armillary.core.parts import file_size
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.folder import CONFIG, INDEX, WEIGHTS, weight_map
 from armillary.models.hub.tensors import DTYPES, FileSlice, Names, file_slices, names_of, parameter_shapes

@@ -7,7 +7,7 @@ from dataclasses import fields as fields_of
 from math import isfinite
 from typing import Any, cast
 
-from armillary.core.validation import check_bool, number
+from armillary.core.parts import check_bool, number
 from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from armillary.core.files import read_file, read_json
+from armillary.core.parts import read_file, read_json
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub import folder as files
 from armillary.models.hub.configs import describe

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.call.gradient_sums import GradientSums
-from armillary.attention.call.recompute import RNGReplay, capture_autocast
-from armillary.attention.call.token_chunks import at_tokens, chunks
+from armillary.attention.parts import GradientSums, RNGReplay, at_tokens, capture_autocast, chunks
 from armillary.core import label
 
 TokenFunction = Callable[..., Tensor]

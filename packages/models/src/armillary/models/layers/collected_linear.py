@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.call.gradient_sums import GradientSums
-from armillary.attention.call.sources import head_slices, select_heads, update_heads
-from armillary.core import compat
+from armillary.attention.parts import GradientSums, head_slices, select_heads, update_heads
+from armillary.core.parts import compat
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,8 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.attention.call.gradient_sums import GradientSums
-from armillary.attention.call.graph_calls import ProjectionParts
-from armillary.attention.call.registered import register_as_tensor
-from armillary.attention.call.sources import select_heads
-from armillary.core import compat
+from armillary.attention.parts import GradientSums, ProjectionParts, register_as_tensor, select_heads
+from armillary.core.parts import compat
 from armillary.models.layers.collected_linear import HeadRows, collected_linear
 from armillary.models.layers.rope import RotaryEmbedding
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from armillary.core.validation import check_bool, number
+from armillary.core.parts import check_bool, number
 
 
 class RopeScaling(Protocol):

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
-from armillary.attention.call.validation import over_all_ranks
-from armillary.attention.context_parallel.communication import sequence_axis
+from armillary.attention.parts import over_all_ranks, sequence_axis
 from armillary.core import Axis, SequenceLayout, short_convolution
 from armillary.models.state_config import Mixer, StateConfig
 

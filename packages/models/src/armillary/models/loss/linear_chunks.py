@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.call import token_chunks
+from armillary.attention.parts import chunks as token_chunks
 from armillary.models.loss.chunk_labels import TokenLabels
 from armillary.models.loss.cross_entropy import cross_entropy_, pad_empty_shard, scale
 from armillary.models.loss.vocabulary_shard import VocabularyShard
@@ -73,7 +73,7 @@ def chunk_slices(shape: tuple[int, int], chunk: int, ranks: int) -> list[slice]:
         chunk: number of tokens of all ranks in a chunk.
     """
     own_tokens = shape[0] * shape[1] // ranks
-    return token_chunks.chunks(own_tokens, max(1, chunk // ranks)) if own_tokens else []
+    return token_chunks(own_tokens, max(1, chunk // ranks)) if own_tokens else []
 
 
 class LinearLoss(torch.autograd.Function):

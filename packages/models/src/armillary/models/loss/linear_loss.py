@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.call.validation import autocast_enabled
-from armillary.core import Axis, LabelTriples, compat
+from armillary.attention.parts import autocast_enabled
+from armillary.core import Axis, LabelTriples
+from armillary.core.parts import compat
 from armillary.models.dtensors import sums_dtensors
 from armillary.models.loss.chunk_labels import SingleLabels, token_labels
 from armillary.models.loss.linear_chunks import LinearLoss, LinearLossSpec

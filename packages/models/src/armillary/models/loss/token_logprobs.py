@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import Axis, compat, start_all_gather
-from armillary.core.observe.ledger import phase
-from armillary.core.validation import check_tensor
+from armillary.core import Axis, start_all_gather
+from armillary.core.parts import check_tensor, compat, phase
 from armillary.models.dtensors import sums_dtensors
 from armillary.models.layers.interleaved import pad_to_multiple
 from armillary.models.loss.chunk_labels import MultiChunkLabels, gathered_index

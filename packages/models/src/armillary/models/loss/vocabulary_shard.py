@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, Collective, start_all_gather, start_reduce_scatter, start_scatter_parts
-from armillary.core.placements import chunk_sizes
+from armillary.core.parts import chunk_sizes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from armillary.core import accumulation_dtype, compat, sum_gradients
+from armillary.core import accumulation_dtype, sum_gradients
+from armillary.core.parts import compat
 from armillary.models.block import Block
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama

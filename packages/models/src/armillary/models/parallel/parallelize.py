@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
-from armillary.attention.context_parallel.communication import sequence_axis
-from armillary.attention.methods.rank_grid import check_rank_grid
-from armillary.core import Axis, compat
+from armillary.attention.parts import sequence_axis
+from armillary.attention.plans import check_rank_grid
+from armillary.core import Axis
+from armillary.core.parts import compat
 from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.block import Block, Decoder, run_plainly
 from armillary.models.gpt import GPT

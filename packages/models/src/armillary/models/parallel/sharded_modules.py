@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
-from armillary.core import Axis, compat
-from armillary.core.placements import chunk_sizes
+from armillary.core import Axis
+from armillary.core.parts import chunk_sizes, compat
 from armillary.models.layers.interleaved import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
 from armillary.models.layers.state_mixers import GatedDeltaNet, Mamba2
 from armillary.models.llama import Head

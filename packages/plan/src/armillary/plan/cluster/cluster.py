@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from armillary.attention.planning.send import Send
-from armillary.core.files import parse_toml, read_file
+from armillary.attention.plans import Send
+from armillary.core.parts import parse_toml, read_file
 from armillary.plan.cluster.machines import EMULATED, MACHINES
 from armillary.plan.cluster.network import CHECKED, Count, Delivery, Level, Link, deliveries
 from armillary.plan.cluster.node import Accelerator, Node

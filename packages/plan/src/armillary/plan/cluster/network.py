@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated_dataclass
 
-from armillary.attention.planning.send import Send
-from armillary.data.console.quantity import BYTES_SUCH_AS, LARGEST, SUCH_AS, byte_quantity, quantity
+from armillary.attention.plans import Send
+from armillary.data.console import BYTES_SUCH_AS, LARGEST, SUCH_AS, byte_quantity, quantity
 
 Wiring = Literal["rank", "pair", "group"]
 Port = tuple[str | int, ...]

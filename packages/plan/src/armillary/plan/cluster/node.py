@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from pydantic.dataclasses import dataclass
 
-from armillary.attention.kernels import Inputs, efficiency, kernel_candidates
-from armillary.attention.kernels.efficiency import MULTIPROCESSORS, PERSISTENT
+from armillary.attention.parts import MULTIPROCESSORS, PERSISTENT, Inputs, efficiency, kernel_candidates
 from armillary.plan.cluster.network import CHECKED, Bytes, BytesPerSecond, Count, Link, NotNegative, Positive
 
 DEFAULT_SHARES = (0.55, 0.45)

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from armillary.attention.planning.comm_plan import Move, Step
-from armillary.attention.planning.send import Send
+from armillary.attention.plans import Move, Send, Step
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.cluster.network import Delivery
 

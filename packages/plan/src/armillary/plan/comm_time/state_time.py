@@ -10,12 +10,10 @@ from typing import Literal
 
 import torch
 
-from armillary.attention import AttentionMask
-from armillary.attention.planning.comm_plan import CommPlan, Step
-from armillary.attention.planning.states import halo_comm_plan, relayout_comm_plan, state_comm_plan
+from armillary.attention import AttentionMask, CommPlan
+from armillary.attention.plans import Step, halo_comm_plan, relayout_comm_plan, state_comm_plan
 from armillary.core import SequenceLayout
-from armillary.models import LlamaConfig
-from armillary.models.state_config import Mixer, StateConfig
+from armillary.models import LlamaConfig, Mixer, StateConfig
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.comm_plan_time import PassTime, plan_seconds
 from armillary.plan.comm_time.step_time import Passes, sent_bytes

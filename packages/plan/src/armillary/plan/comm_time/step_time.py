@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from armillary.attention.planning.comm_plan import CommPlan
-from armillary.core.observe.ledger import PHASES
-from armillary.models.activation_checkpoint.policy import Policy
-from armillary.models.state_config import Mixer
+from armillary.attention import CommPlan
+from armillary.core.parts import PHASES
+from armillary.models import Mixer
+from armillary.models.parts import Policy
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.comm_plan_time import (
     BACKWARD_FLOPS,

@@ -18,7 +18,7 @@ from armillary.plan.memory.simulation.attention_memory import (
 from armillary.plan.memory.simulation.live_bytes import LiveBytes
 from armillary.plan.memory.simulation.simulate import Job, SimulatedStep, StepMemory, simulate
 from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
-from armillary.train.runtime.fake_world import fake_world
+from armillary.train.parts import fake_world
 
 __all__ = [
     "Account",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
 
-from armillary.attention.registry import named_method
+from armillary.attention.plans import named_method
 from armillary.models import Checkpointing, GPTConfig
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.memory import Job, StepMemory, simulate
@@ -32,7 +32,7 @@ from armillary.plan.presets import (
     model_of,
     pretrained_folder,
 )
-from armillary.train.config.limits import Count, CountOrNone, check_limits
+from armillary.train.config import Count, CountOrNone, check_limits
 
 
 @dataclass(frozen=True)

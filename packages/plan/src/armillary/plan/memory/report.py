@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from armillary.data.console.exit import print_lines
-from armillary.data.console.quantity import gib, short
-from armillary.data.console.table import Column, print_table
+from armillary.data.console import Column, gib, print_lines, print_table, short
 from armillary.plan.memory import StepMemory
 from armillary.plan.memory.advice import advice, policy_text
 from armillary.plan.memory.plan import MemoryResult

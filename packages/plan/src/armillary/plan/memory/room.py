@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from armillary.data.console.quantity import byte_quantity, gib
+from armillary.data.console import byte_quantity, gib
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.memory import Job, StepMemory
 from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate

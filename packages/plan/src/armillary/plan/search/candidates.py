@@ -8,9 +8,9 @@ from itertools import product
 from math import prod
 from typing import Any, Literal
 
-from armillary.attention.registry import ALIASES, variants
+from armillary.attention.plans import ALIASES, variants
 from armillary.plan.memory.estimate import AttentionChoice
-from armillary.train.config import Config
+from armillary.train import Config
 
 Layout = Literal["zigzag", "contiguous", "striped", "balanced"]
 LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous", "balanced")

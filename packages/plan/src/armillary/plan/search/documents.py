@@ -8,7 +8,7 @@ import numpy as np
 
 from armillary.attention import AttentionMask
 from armillary.data import best_fit, open_store
-from armillary.data.inspection.layouts import packed_rows
+from armillary.data.parts import packed_rows
 
 Rows = tuple[tuple[int, ...], ...]
 """Boundaries of the documents of each row: 0, end of the first document, ..., N."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from armillary.models import Checkpointing
-from armillary.models.activation_checkpoint.segments import best_input_count
+from armillary.models.parts import best_input_count
 from armillary.plan.memory.estimate import Estimate
 from armillary.plan.memory.room import Room
 

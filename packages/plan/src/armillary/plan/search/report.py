@@ -9,11 +9,8 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
-from armillary.attention.registry import methods_without_plan
-from armillary.data.console.exit import print_lines
-from armillary.data.console.picture import picture
-from armillary.data.console.quantity import gib
-from armillary.data.console.table import Column, print_table
+from armillary.attention.plans import methods_without_plan
+from armillary.data.console import Column, gib, picture, print_lines, print_table
 from armillary.models import LlamaConfig
 from armillary.plan.memory.advice import advice, policy_text
 from armillary.plan.presets import is_hybrid, model_size

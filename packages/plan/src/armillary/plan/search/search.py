@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 
-from armillary.attention.kernels import default_margin
-from armillary.attention.kernels.choice import check_kernel_name
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
-from armillary.attention.registry import names
+from armillary.attention import AttentionShape, CommPlan
+from armillary.attention.parts import check_kernel_name, default_margin
+from armillary.attention.plans import names
 from armillary.core import SequenceLayout
 from armillary.models import Checkpointing, LlamaConfig
-from armillary.models.parallel.fsdp import ZeroStage
+from armillary.models.parallel import ZeroStage
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.state_time import with_states
 from armillary.plan.comm_time.step_time import Passes, StepTime, step_bytes, step_time
@@ -28,7 +27,7 @@ from armillary.plan.presets import Bytes, Model, Quantity, amount, byte_amount, 
 from armillary.plan.search.candidates import LAYOUTS, Candidate, candidates, divisors, layouts_of
 from armillary.plan.search.documents import Rows, mask_of, rows_of_store, sample_rows
 from armillary.plan.search.fit_policy import POLICIES, fit_policy
-from armillary.train.config.limits import Count, check_limits
+from armillary.train.config import Count, check_limits
 
 NEEDED = ("comm_plan", "forward_memory", "backward_memory")
 """Functions of a method's plan that a prediction needs. A search over all methods skips methods without one of them."""

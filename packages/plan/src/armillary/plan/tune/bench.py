@@ -16,18 +16,22 @@ from torch import Tensor
 from armillary.attention import AttentionMask
 from armillary.core import SequenceLayout, world_size
 from armillary.models import GPT, Llama, initialize, linear_token_loss
-from armillary.models.config import one_block
+from armillary.models.parts import one_block
 from armillary.plan.presets import is_hybrid
 from armillary.plan.search.candidates import Candidate
 from armillary.plan.tune.measurements import Measurement
-from armillary.train.build import mesh_of, precision, shard_model
-from armillary.train.config import Config
-from armillary.train.config.check import check
-from armillary.train.config.model_sizes import model_config
-from armillary.train.kernels import kernel_with_sm_margin
-from armillary.train.parallel import choose_axes
-from armillary.train.rows import load_rows, open_stores
-from armillary.train.run import batch_mask
+from armillary.train import Config
+from armillary.train.config import check_config, model_config
+from armillary.train.parts import (
+    batch_mask,
+    choose_axes,
+    kernel_with_sm_margin,
+    load_rows,
+    mesh_of,
+    open_stores,
+    precision,
+    shard_model,
+)
 
 VOCABULARY = 256
 """Vocabulary of the measured model. It is small, because embedding and loss take the same time for all candidates."""
@@ -53,7 +57,7 @@ class Bench:
         """
         # 1. The mesh and the method of the candidate.
         config = candidate.apply_to(config)
-        check(config)
+        check_config(config)
         axes, dtype = choose_axes(config, world_size()), precision(config, device)
         mesh = mesh_of(config, device, axes)
         # 2. The model: one block, or for a hybrid one period of the blocks that it repeats.

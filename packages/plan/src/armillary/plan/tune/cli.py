@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from armillary.data.console.exit import exit_on_error
+from armillary.data.console import exit_on_error
 from armillary.plan.tune.command import PROGRAM, read_options
 from armillary.plan.tune.tuner import tune
 

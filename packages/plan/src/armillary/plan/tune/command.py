@@ -10,12 +10,11 @@ from typing import Annotated
 
 import tyro
 
-from armillary.attention.registry import names
-from armillary.data.parsing import parse
+from armillary.attention.plans import names
+from armillary.data.console import parse
 from armillary.plan.presets import cluster_of
-from armillary.train.command import Source, check_model_flags, read_source
-from armillary.train.config import Config, LogConfig, ParallelConfig
-from armillary.train.config.limits import check_limits
+from armillary.train import Config, LogConfig, ParallelConfig
+from armillary.train.config import Source, check_limits, check_model_flags, read_source
 
 PROGRAM = "armillary-tune"
 

@@ -10,12 +10,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from armillary.core import compat
-from armillary.train.build import collective_timeout, process_group
-from armillary.train.config import Config
-from armillary.train.runtime.health.ranks import Ranks
-from armillary.train.runtime.health.watchdog import Watchdog
-from armillary.train.trainer import watchdog_of
+from armillary.core.parts import compat
+from armillary.train import Config, process_group
+from armillary.train.parts import Ranks, Watchdog, collective_timeout, watchdog_of
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from armillary.core.files import read_file, write_whole
+from armillary.core.parts import read_file, write_whole
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.search.candidates import Candidate
-from armillary.train.config import Config
-from armillary.train.config.model_sizes import SIZES, model_config
-from armillary.train.config.overlay import flag, flag_text
+from armillary.train import Config
+from armillary.train.config import SIZES, flag, flag_text, model_config
 
 CacheKey = dict[str, Any]
 """Values of settings by "section.key", and of "ranks". Measurements are reused only if all are equal."""

@@ -15,7 +15,7 @@ from armillary.plan.search.candidates import Candidate, candidates, layouts_of
 from armillary.plan.tune.bench import VOCABULARY
 from armillary.plan.tune.command import TuneOptions
 from armillary.plan.tune.measurements import Measurement
-from armillary.train.config.model_sizes import model_config
+from armillary.train.config import model_config
 
 
 @dataclass(frozen=True)

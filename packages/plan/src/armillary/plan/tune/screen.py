@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from armillary.data.progress import Bar
+from armillary.data.console import Bar
 from armillary.plan.tune.measurements import Measurement, TunerState
 
 

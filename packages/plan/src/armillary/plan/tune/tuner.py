@@ -17,11 +17,9 @@ from armillary.plan.tune.groups import Groups
 from armillary.plan.tune.measurements import Measurement, TunerState, cache_key, load, save
 from armillary.plan.tune.prune import all_candidates, prune
 from armillary.plan.tune.screen import TunerScreen
-from armillary.train.build import precision
-from armillary.train.config import Config
-from armillary.train.config.overlay import by_flag
-from armillary.train.runtime.health.ranks import Ranks, check_consistent
-from armillary.train.runtime.health.watchdog import caused_by_peers
+from armillary.train import Config
+from armillary.train.config import by_flag
+from armillary.train.parts import Ranks, caused_by_peers, check_consistent, precision
 
 NOISE = 1.05
 """Candidates within this factor of the fastest are compared again, because the difference may be noise."""

@@ -15,7 +15,7 @@ from typing import Self, cast
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from armillary.core import compat
+from armillary.core.parts import compat
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.output import checkpoint_folder, write_config
 from armillary.train.checkpoint.restoring import restore

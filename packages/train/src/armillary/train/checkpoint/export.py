@@ -13,10 +13,8 @@ import torch
 import tyro
 
 from armillary.data import is_store
-from armillary.data.console.exit import exit_on_error, print_lines
-from armillary.data.parsing import parse
-from armillary.models import hub
-from armillary.models.hub.folder import CONFIG
+from armillary.data.console import exit_on_error, parse, print_lines
+from armillary.models.parts import CONFIG, hub
 from armillary.train.checkpoint.files import file_fault
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.reader import Damaged, read_tensors

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from armillary.core.files import file_size, parse_object, read_file
+from armillary.core.parts import file_size, parse_object, read_file
 from armillary.train.checkpoint.reader import Damaged
 from armillary.train.checkpoint.writer import FileRecord
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from armillary.core.files import is_file_name
-from armillary.core.validation import MAX_COUNT
+from armillary.core.parts import MAX_COUNT, is_file_name
 from armillary.train.checkpoint.files import file_fault, read_checked, write_checked
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.reader import Damaged

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from armillary.core.files import write_whole
+from armillary.core.parts import write_whole
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.config import Config
+from armillary.train.config.sections import Config
 
 
 def checkpoint_folder(config: Config) -> CheckpointFolder:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from armillary.models.parameter_shards import local_part
+from armillary.models.parallel import local_part
 
 
 class SavePlanner(DefaultSavePlanner):

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.futures import Future
 
-from armillary.core.files import file_size
-from armillary.data.console.exit import one_line
+from armillary.core.parts import file_size
+from armillary.data.console import one_line
 from armillary.train.checkpoint.planner import LoadPlanner
 from armillary.train.runtime.health.ranks import convert_dcp_errors
 

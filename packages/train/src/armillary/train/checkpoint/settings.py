@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from armillary.data.console.exit import one_line
+from armillary.data.console import one_line
 from armillary.train.config.overlay import align_columns, flag, flag_text, flat
 from armillary.train.parallel import choose_axes
 from armillary.train.run import Run

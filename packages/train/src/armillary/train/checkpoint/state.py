@@ -16,10 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 from armillary.models import GPTConfig, LlamaConfig
-from armillary.models.hub import describe
-from armillary.models.hub.configs import parse
-from armillary.models.hub.tensors import parameter_shapes
-from armillary.models.initialize import meta_model
+from armillary.models.parts import describe, meta_model, parameter_shapes, parse
 from armillary.train.checkpoint.manifest import MANIFEST, Manifest
 from armillary.train.checkpoint.reader import describe_tensor, load, saved_tensors
 from armillary.train.run import Run

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from armillary.core.files import open_file
+from armillary.core.parts import open_file
 from armillary.train.checkpoint.reader import SUFFIX, Damaged, TensorReader
 from armillary.train.runtime.health.ranks import Ranks
 

@@ -7,15 +7,15 @@ from math import isfinite
 
 import torch
 
-from armillary.attention.kernels.choice import check_kernel_name
-from armillary.attention.registry import MethodOptions, named_method
-from armillary.train.config import Config, LogConfig, OptimizerConfig
+from armillary.attention.parts import check_kernel_name
+from armillary.attention.plans import MethodOptions, named_method
 from armillary.train.config.limits import check_limits
 from armillary.train.config.model_sizes import model_config
+from armillary.train.config.sections import Config, LogConfig, OptimizerConfig
 from armillary.train.lr_schedule import warmup_of
 
 
-def check(config: Config) -> None:
+def check_config(config: Config) -> None:
     """Checks all fields and their combinations, on every rank. Communicates nothing.
 
     Raises:

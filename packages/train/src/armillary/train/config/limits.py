@@ -9,7 +9,7 @@ from typing import Annotated, Any, get_args, get_type_hints
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from armillary.data.console.quantity import LARGEST
+from armillary.data.console import LARGEST
 from armillary.train.config.overlay import flag, flag_text
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]

@@ -14,8 +14,8 @@ from armillary.models import (
     YarnScaling,
     pretrained_config,
 )
-from armillary.train.config import ModelConfig
 from armillary.train.config.overlay import flag
+from armillary.train.config.sections import ModelConfig
 
 SIZES = (
     "family",

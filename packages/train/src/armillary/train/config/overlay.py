@@ -12,9 +12,8 @@ from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from armillary.core.files import parse_object, parse_toml, read_file
-from armillary.data.console.exit import one_line
-from armillary.data.console.quantity import SUCH_AS, whole_number
+from armillary.core.parts import parse_object, parse_toml, read_file
+from armillary.data.console import SUCH_AS, one_line, whole_number
 
 Settings = TypeVar("Settings")
 

@@ -8,13 +8,12 @@ from math import prod
 
 import torch
 
-from armillary.core import compat
-from armillary.core.mesh import check_axes
+from armillary.core.parts import check_axes, compat
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.train.build import precision, shard_model
-from armillary.train.config import Config
-from armillary.train.config.check import check
+from armillary.train.config.check import check_config
 from armillary.train.config.model_sizes import model_config
+from armillary.train.config.sections import Config
 from armillary.train.cuda_setup import CudaSetup, cuda_setup
 from armillary.train.dry_run.shapes import Parameter, largest_parameters, micro_batch_shapes
 from armillary.train.kernels import Capability, ChosenKernel, kernels_of
@@ -73,7 +72,7 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
     Raises:
         ValueError: the configuration cannot be trained on this number of ranks, or this process has a process group.
     """
-    check(config)
+    check_config(config)
     axes = checked_axes(config, ranks)
     dtype = precision_of(config)
     # The trainer's own functions shard the model, on a process group that communicates nothing.

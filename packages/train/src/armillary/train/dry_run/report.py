@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.util import find_spec
 
-from armillary.data.console.exit import print_lines
-from armillary.data.console.table import Column, print_table
+from armillary.data.console import Column, print_lines, print_table
 from armillary.models import GPTConfig
-from armillary.train.config import Config
+from armillary.train.config.sections import Config
 from armillary.train.cuda_setup import CudaSetup
 from armillary.train.dry_run.predict import DryRun, dry_run
 from armillary.train.kernels import ChosenKernel
@@ -33,14 +32,14 @@ def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(result), indent=2))
     else:
-        show(result)
+        print_dry_run(result)
         if result.cuda is not None:
             print(f"on CUDA: {cuda_line(result.cuda)}")
         print(f"a step: {result.tokens_per_step:,} tokens, {result.flops:.3g} FLOPs")
         print(PLANNER if find_spec("armillary.plan") else PLANNER + INSTALLATION)
 
 
-def show(result: DryRun, location: str = "") -> None:
+def print_dry_run(result: DryRun, location: str = "") -> None:
     """Prints model and mesh, shapes of a micro-batch, the largest parameters, and attention's kernels.
 
     Args:

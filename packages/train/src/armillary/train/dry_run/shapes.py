@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import prod
 
 from armillary.attention import Method
-from armillary.attention.planning.upipe import head_stages
-from armillary.core import compat
+from armillary.attention.plans import head_stages
+from armillary.core.parts import compat
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
-from armillary.train.config import Config
+from armillary.train.config.sections import Config
 
 SHOWN_PARAMETERS = 6
 """Number of parameters in the table of the largest."""

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from armillary.core import start_process_group
-from armillary.data.console.exit import exit_on_error
-from armillary.data.progress import Bar
-from armillary.data.text.streamer import TextStreamer, TwoWayTokenizer
+from armillary.data.console import Bar, exit_on_error
+from armillary.data.parts import TextStreamer, TwoWayTokenizer
 from armillary.models import GPT, Llama, stream
 from armillary.train.generate.command import PROGRAM, Generate, prompts_of, read_generate
 from armillary.train.generate.loading import TIMEOUT, load_model

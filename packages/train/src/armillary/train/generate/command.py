@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 import tyro
 
-from armillary.data.parsing import parse, refuse_removed
+from armillary.data.console import parse, refuse_removed
 from armillary.models import Sampling
-from armillary.train.config import TrainConfig
 from armillary.train.config.limits import Count, CountOrNone, check_limits
+from armillary.train.config.sections import TrainConfig
 
 PROGRAM = "armillary-generate"
 REMOVED = {

@@ -9,16 +9,16 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from armillary.core import build_mesh, world_size
-from armillary.data.console.exit import one_line
+from armillary.data.console import one_line
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, load_pretrained, pretrained_config
-from armillary.models.hub.folder import weight_map
+from armillary.models.parts import weight_map
 from armillary.train.build import precision, shard_model
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.reader import load
 from armillary.train.checkpoint.restoring import find_fault, newest_intact
 from armillary.train.checkpoint.state import saved_config
-from armillary.train.config import Config, ParallelConfig
+from armillary.train.config.sections import Config, ParallelConfig
 from armillary.train.generate.command import PROGRAM, Generate
 from armillary.train.generate.source import ModelSource
 from armillary.train.runtime.health.ranks import Ranks, convert_dcp_errors

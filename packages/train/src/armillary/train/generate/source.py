@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from armillary.core.files import read_json
-from armillary.data.detection import has_tokenizer, read_tokenizer
-from armillary.data.text.byte_tokenizer import ByteTokenizer
-from armillary.data.text.streamer import TwoWayTokenizer
-from armillary.models.hub.folder import CONFIG, ends_of_text
+from armillary.core.parts import read_json
+from armillary.data import ByteTokenizer
+from armillary.data.parts import TwoWayTokenizer, has_tokenizer, read_tokenizer
+from armillary.models.parts import CONFIG, ends_of_text
 from armillary.train.checkpoint.folder import COMPLETE, CheckpointFolder
 from armillary.train.tokenizer import TokenSource
 

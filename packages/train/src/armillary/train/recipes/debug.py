@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from armillary.train.config import Config
+from armillary.train.config.sections import Config
 
 
 def debug() -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from armillary.models import Checkpointing
-from armillary.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, SaveConfig, TrainConfig
+from armillary.train.config.sections import Config, DataConfig, ModelConfig, OptimizerConfig, SaveConfig, TrainConfig
 
 
 def finetune(folder: Path = Path("pretrained")) -> Config:

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from armillary.models import Checkpointing
-from armillary.train.config import Config, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from armillary.train.config.sections import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 
 
 def gpt_wallfacer_3b() -> Config:

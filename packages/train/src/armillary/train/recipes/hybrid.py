@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from armillary.train.config import Config, DataConfig, ModelConfig
+from armillary.train.config.sections import Config, DataConfig, ModelConfig
 
 
 def hybrid() -> Config:

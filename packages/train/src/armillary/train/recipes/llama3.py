@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from armillary.models import Checkpointing
-from armillary.train.config import (
+from armillary.train.config.sections import (
     Config,
     DataConfig,
     ModelConfig,

@@ -11,7 +11,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from armillary.core.files import open_file, parse_json
+from armillary.core.parts import open_file, parse_json
 from armillary.train.reporting.metrics import StepMetrics
 
 BUFFER = 1 << 20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from armillary.data.console.picture import picture
+from armillary.data.console import picture
 from armillary.train.reporting import journal
 
 

@@ -11,7 +11,7 @@ from typing import Self
 
 import torch.distributed as dist
 
-from armillary.train.config import Config
+from armillary.train.config.sections import Config
 from armillary.train.reporting.journal import Journal
 from armillary.train.reporting.metrics import StepMetrics
 from armillary.train.reporting.plot import draw_loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from armillary.data.console.failure import printable
+from armillary.data.console import printable
 from armillary.train.reporting.metrics import StepMetrics, average
 
 RECENT = 3600.0

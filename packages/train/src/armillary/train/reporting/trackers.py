@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from armillary.core.files import read_file, write_whole
+from armillary.core.parts import read_file, write_whole
 from armillary.train.reporting.metrics import StepMetrics
 
 

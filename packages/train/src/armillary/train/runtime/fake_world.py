@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore  # its import registers the backend "fake"
 
 from armillary.core import build_mesh
-from armillary.core.mesh import check_axes
+from armillary.core.parts import check_axes
 
 
 @contextmanager

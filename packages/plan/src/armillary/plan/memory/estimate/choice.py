@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import AttentionMask, Method
-from armillary.attention.methods.teams import Placement
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
-from armillary.attention.planning.upipe import UPipePlan
-from armillary.attention.registry import MethodOptions, NamedMethod, named_method
+from armillary.attention import AttentionMask, AttentionShape, CommPlan, Method
+from armillary.attention.plans import MethodOptions, NamedMethod, Placement, UPipePlan, named_method
 from armillary.core import SequenceLayout
 
 

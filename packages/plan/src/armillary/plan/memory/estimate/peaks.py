@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from armillary.models.loss.linear_loss import loss_chunk_tokens
+from armillary.models.parts import loss_chunk_tokens
 from armillary.plan.memory.estimate.category_bytes import CategoryBytes
 from armillary.plan.memory.estimate.step import FLOAT32_BYTES, StepSizes
 

@@ -10,13 +10,10 @@ from itertools import pairwise, starmap
 
 from torch import float32
 
-from armillary.attention.call.token_chunks import chunks
-from armillary.attention.planning.memory import HeadStages, Sizes
-from armillary.attention.planning.upipe import UPipePlan
-from armillary.attention.registry import NamedMethod
-from armillary.models import Checkpointing, LlamaConfig
-from armillary.models.activation_checkpoint.segments import Keep
-from armillary.models.state_config import Mixer, StateConfig
+from armillary.attention.parts import chunks
+from armillary.attention.plans import HeadStages, NamedMethod, Sizes, UPipePlan
+from armillary.models import Checkpointing, LlamaConfig, Mixer, StateConfig
+from armillary.models.parts import Keep
 from armillary.plan.memory.estimate.choice import AttentionChoice
 from armillary.plan.memory.estimate.widths import Widths
 from armillary.plan.memory.simulation.simulate import Job

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from armillary.models import GPTConfig, LlamaConfig
-from armillary.models.state_config import Mixer
+from armillary.models import GPTConfig, LlamaConfig, Mixer
 
 
 @dataclass(frozen=True)

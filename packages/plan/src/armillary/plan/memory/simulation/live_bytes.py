@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.core.observe.label import current_label
+from armillary.core.parts import current_label
 from armillary.plan.memory.simulation import torch_private
 from armillary.plan.memory.simulation.accounts import Account, Allocation
 from armillary.plan.memory.simulation.eager_semantics import EagerSemantics

@@ -15,19 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.call.token_chunks import simulating
-from armillary.attention.kernels import Kernel
+from armillary.attention.parts import Kernel, simulating
 from armillary.core import SequenceLayout, clip_gradients, label
-from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss
-from armillary.models.activation_checkpoint.offload import simulated_stream
-from armillary.models.initialize import meta_model
-from armillary.models.parallel import begin_micro_batch, parallelize
-from armillary.models.parallel.fsdp import ZeroStage
+from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss, parallelize
+from armillary.models.parallel import ZeroStage, begin_micro_batch
+from armillary.models.parts import meta_model, simulated_stream
 from armillary.plan.memory.simulation.live_bytes import CUDA_BLOCK, LiveBytes
 from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
-from armillary.train.config import OptimizerConfig
-from armillary.train.optimizer import build_optimizer
-from armillary.train.runtime.fake_world import fake_world
+from armillary.train import OptimizerConfig
+from armillary.train.parts import build_optimizer, fake_world
 
 Progress = Callable[[int, int], None]
 """Called with (number of items done, number of all items)."""

@@ -8,10 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels.flash import Flash, FlashCall
-from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.kernel import BackwardTensors
-from armillary.attention.kernels.packing import Lengths
+from armillary.attention.parts import BackwardTensors, Flash, FlashCall, Inputs, Lengths
 
 ROWS = 128
 """Work buffers are padded to a multiple of this many tokens."""

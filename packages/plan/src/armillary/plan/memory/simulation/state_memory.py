@@ -12,11 +12,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask
-from armillary.attention.call.token_chunks import simulating
-from armillary.attention.planning.states import gathered_elements
+from armillary.attention.parts import simulating
+from armillary.attention.plans import gathered_elements
 from armillary.core import Axis, SequenceLayout, short_convolution
-from armillary.models.layers.state_mixers import STATE_MIXERS, Recurrence
-from armillary.models.state_config import Mixer, StateConfig
+from armillary.models import Mixer, StateConfig
+from armillary.models.parts import STATE_MIXERS, Recurrence
 from armillary.plan.memory.simulation.live_bytes import LiveBytes
 from armillary.plan.memory.simulation.torch_private import fake_group
 

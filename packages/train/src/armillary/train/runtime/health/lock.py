@@ -22,7 +22,7 @@ from uuid import uuid4
 
 from pydantic import TypeAdapter
 
-from armillary.core.files import open_file, read_file, writing
+from armillary.core.parts import open_file, read_file, writing
 from armillary.train.runtime.health.process import is_running, machine, start_time
 
 NUMBERED = re.compile(r"(\d+)\.(held|released)")

@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from armillary.data.console.failure import report_failure
+from armillary.data.console import report_failure
 
 REPEAT = 3.0
 """Seconds after a signal from which another one counts as a second request.

@@ -24,9 +24,8 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from armillary.core import compat
-from armillary.data.console.exit import EXPLAINED, PEER_ERRORS, REFUSALS, one_line
-from armillary.data.console.failure import report_failure, write_to_stderr
+from armillary.core.parts import compat
+from armillary.data.console import EXPLAINED, PEER_ERRORS, REFUSALS, one_line, report_failure, write_to_stderr
 from armillary.train.runtime.health.heartbeat import Heartbeat, missing_ranks, recorded_calls
 from armillary.train.runtime.health.launcher import Launcher
 from armillary.train.runtime.health.stacks import communicates, current_stack, location_of, waits

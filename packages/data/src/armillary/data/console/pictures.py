@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from armillary.core.files import write_whole
+from armillary.core.parts import write_whole
 from armillary.data.optional import optional
 
 

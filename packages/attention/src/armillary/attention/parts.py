@@ -1,0 +1,49 @@
+# pyright: reportUnusedImport=false
+# ruff: noqa: F401
+"""Parts of attention that the packages above are built from."""
+
+from typing import TYPE_CHECKING
+
+from armillary.attention.call.gradient_sums import GradientSums
+from armillary.attention.call.graph_calls import ProjectionParts
+from armillary.attention.call.recompute import RNGReplay, capture_autocast
+from armillary.attention.call.registered import register_as_tensor
+from armillary.attention.call.sources import head_slices, select_heads, update_heads
+from armillary.attention.call.spec import AttentionOptions
+from armillary.attention.call.token_chunks import at_tokens, chunks, simulating
+from armillary.attention.call.validation import autocast_enabled, check_call, over_all_ranks
+from armillary.attention.context_parallel.batch import ContextParallelBatch
+from armillary.attention.context_parallel.communication import (
+    find_axes,
+    gather_integers,
+    gather_tokens,
+    method_axes,
+    sequence_axis,
+    sum_over_axes,
+)
+from armillary.attention.context_parallel.documents import POSITIONS_HINT, check_positions, check_shards, find_documents
+from armillary.attention.context_parallel.registries import Registries, ShardedImplementation, method_of_implementation
+from armillary.attention.context_parallel.rows import IGNORED
+from armillary.attention.context_parallel.sdpa import Routing, in_backward, unbound
+from armillary.attention.context_parallel.sequence import SequenceContext, check_method, check_tokens, current_sequence
+from armillary.attention.kernels.choice import check_kernel_name, choose_kernel, kernel_candidates
+from armillary.attention.kernels.efficiency import MULTIPROCESSORS, PERSISTENT, default_margin, efficiency
+from armillary.attention.kernels.flash import Flash, FlashCall
+from armillary.attention.kernels.flash_attn_3 import FlashAttn3
+from armillary.attention.kernels.inputs import Inputs
+from armillary.attention.kernels.kernel import BackwardTensors, Kernel
+from armillary.attention.kernels.limits import FAMILIES
+from armillary.attention.kernels.packing import Lengths
+from armillary.attention.mask.content import Documents
+from armillary.attention.post_training.segment_sum import segment_sum
+from armillary.core.parts import imported_at_first_use
+
+if TYPE_CHECKING:
+    from armillary.attention.call.dtensor_checks import check_sharded_tokens
+
+_SLOW_NAMES = {
+    "armillary.attention.call.dtensor_checks": ("check_sharded_tokens",),
+}
+"""Modules that need torch's DTensor, which takes seconds to import, and their names here."""
+
+__getattr__ = imported_at_first_use(__name__, _SLOW_NAMES)

@@ -1,0 +1,37 @@
+"""Methods by name and their communication plans, for the trainer and the planner."""
+
+from armillary.attention.methods.rank_grid import check_rank_grid
+from armillary.attention.methods.teams import Placement
+from armillary.attention.planning.comm_plan import Move, Step
+from armillary.attention.planning.memory import HeadStages, Sizes
+from armillary.attention.planning.send import Send
+from armillary.attention.planning.states import gathered_elements, halo_comm_plan, relayout_comm_plan, state_comm_plan
+from armillary.attention.planning.upipe import UPipePlan, head_stages
+from armillary.attention.registry.entry import MethodOptions
+from armillary.attention.registry.named import NamedMethod, methods_without_plan, named_method, names, variants
+from armillary.attention.registry.table import ALIASES, HEAD_METHODS, SEQUENCE_METHODS
+
+__all__ = [
+    "ALIASES",
+    "HEAD_METHODS",
+    "HeadStages",
+    "MethodOptions",
+    "Move",
+    "NamedMethod",
+    "Placement",
+    "SEQUENCE_METHODS",
+    "Send",
+    "Sizes",
+    "Step",
+    "UPipePlan",
+    "check_rank_grid",
+    "gathered_elements",
+    "halo_comm_plan",
+    "head_stages",
+    "methods_without_plan",
+    "named_method",
+    "names",
+    "relayout_comm_plan",
+    "state_comm_plan",
+    "variants",
+]

@@ -1,0 +1,94 @@
+# pyright: reportUnusedImport=false
+# ruff: noqa: F401
+"""Parts of core that the packages above are built from."""
+
+from typing import TYPE_CHECKING
+
+from armillary.core import compat
+from armillary.core.balancing.spread import uncut_spans
+from armillary.core.collectives.all_to_all import PackedHeads, start_head_to_parts, start_packed_to_head
+from armillary.core.collectives.compiled import axis_of, own_memory, traced_axis
+from armillary.core.collectives.merge import pivot
+from armillary.core.collectives.token_moves import Owners
+from armillary.core.files import (
+    file_size,
+    is_file_name,
+    open_file,
+    parse_json,
+    parse_object,
+    parse_toml,
+    read_file,
+    read_json,
+    write_whole,
+    writing,
+)
+from armillary.core.gradients import mesh_ranks, parameters_outside_fsdp
+from armillary.core.layout import Side
+from armillary.core.lazy import imported_at_first_use
+from armillary.core.mesh import binds_device, check_axes
+from armillary.core.neighbours.move_key import read_layout
+from armillary.core.observe.label import current_label
+from armillary.core.observe.ledger import KINDS, PHASES, phase
+from armillary.core.observe.trace import NO_SPAN
+from armillary.core.segments import MISSING, misplaced_segment, path_depths, segments_of
+from armillary.core.slices import (
+    FAR,
+    Integers,
+    Slices,
+    band,
+    count_pairs,
+    document_slices,
+    mask_slices,
+    slice_array,
+    trim,
+    widen,
+    within_band,
+)
+from armillary.core.spans import Spans, cut
+from armillary.core.validation import (
+    MAX_COUNT,
+    Window,
+    boundaries_of,
+    check_bool,
+    check_choice,
+    check_tensor,
+    count,
+    documents_of,
+    integer,
+    number,
+    window_of,
+)
+
+if TYPE_CHECKING:
+    from armillary.core.placements import (
+        Placed,
+        check_chunks,
+        check_placement,
+        chunk_sizes,
+        describe,
+        dtensor_like,
+        local_of,
+        mesh_dim,
+    )
+    from armillary.core.sequence import SEQUENCE_AXES, is_cut_by_dtensor, nested_sizes
+
+_SLOW_NAMES = {
+    "armillary.core.placements": (
+        "Placed",
+        "check_chunks",
+        "check_placement",
+        "chunk_sizes",
+        "describe",
+        "dtensor_like",
+        "local_of",
+        "mesh_dim",
+    ),
+    "armillary.core.sequence": (
+        "SEQUENCE_AXES",
+        "is_cut_by_dtensor",
+        "nested_sizes",
+    ),
+}
+"""Modules that need torch's DTensor, which takes seconds to import, and their names here."""
+
+__getattr__ = imported_at_first_use(__name__, _SLOW_NAMES)
