@@ -46,6 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"no command {command!r}; known: {', '.join(COMMANDS)}")
         from armillary.plan.commands import run_command  # takes seconds, which neither help nor a wrong name needs
 
-        fits = run_command(command, words)
+        fits = run_command(PROGRAM, command, words)
     if fits is False:
         sys.exit(FAILED)

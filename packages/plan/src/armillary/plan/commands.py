@@ -9,7 +9,6 @@ from typing import Any
 
 from armillary.data.console import FAILED, Bar, check_picture, exit_with, parse, print_written
 from armillary.plan import comm_volume, dry_run
-from armillary.plan.cli import PROGRAM
 from armillary.plan.comm_volume import BytesOptions, plan_bytes
 from armillary.plan.memory import report as memory_report
 from armillary.plan.memory.plan import MemoryOptions, plan_memory
@@ -20,21 +19,21 @@ from armillary.plan.search.search import SearchOptions
 from armillary.plan.search.search import search as search_all
 
 
-def run_command(name: str, argv: Sequence[str]) -> bool | None:
+def run_command(program: str, name: str, argv: Sequence[str]) -> bool | None:
     """Runs a command. Returns False if nothing fits into memory; None for a command that does not predict memory.
 
     Raises:
         SystemExit: code 1, after a line with the reason, if a step needs too much memory to be simulated.
     """
     try:
-        return COMMANDS[name](argv)
+        return COMMANDS[name](argv, f"{program} {name}")
     except DoesNotFitError as error:
-        exit_with(PROGRAM, str(error), FAILED)
+        exit_with(program, str(error), FAILED)
 
 
-def search(argv: Sequence[str]) -> bool:
+def search(argv: Sequence[str], program: str) -> bool:
     """Runs `armillary-plan search`. Returns True if at least one choice fits into memory."""
-    options = parse(argv, SearchOptions, f"{PROGRAM} search")
+    options = parse(argv, SearchOptions, program)
     if options.plot is not None:
         check_picture(options.plot, "--plot")
     with Bar(quiet=options.json) as bar:
@@ -48,27 +47,27 @@ def search(argv: Sequence[str]) -> bool:
     return bool(result.fitting)
 
 
-def memory(argv: Sequence[str]) -> bool:
+def memory(argv: Sequence[str], program: str) -> bool:
     """Runs `armillary-plan memory`. Returns True if the sequence fits."""
-    options = parse(argv, MemoryOptions, f"{PROGRAM} memory")
+    options = parse(argv, MemoryOptions, program)
     with Bar("simulating", quiet=options.json) as bar:
         result = plan_memory(options, bar.show)
     print_result(options.json, partial(memory_report.as_dict, result), partial(memory_report.show, result))
     return result.fits
 
 
-def run(argv: Sequence[str]) -> bool:
+def run(argv: Sequence[str], program: str) -> bool:
     """Runs `armillary-plan run`. Returns True if the run fits."""
-    options = dry_run.read_options(argv, f"{PROGRAM} run")
+    options = dry_run.read_options(argv, program)
     with Bar("simulating", quiet=options.json) as bar:
         result = dry_run.predict(options.run, options.cluster, partial(bar.show, "simulating"))
     print_result(options.json, partial(dry_run.as_dict, result), partial(dry_run.show, result))
     return result.fits
 
 
-def sent_bytes(argv: Sequence[str]) -> None:
+def sent_bytes(argv: Sequence[str], program: str) -> None:
     """Runs `armillary-plan bytes`."""
-    options = parse(argv, BytesOptions, f"{PROGRAM} bytes")
+    options = parse(argv, BytesOptions, program)
     with Bar(quiet=options.json) as bar:
         results = plan_bytes(options, bar.show)
     print_result(
@@ -84,7 +83,7 @@ def print_result(as_json: bool, as_dict: Callable[[], dict[str, Any]], show: Cal
         show()
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], bool | None]] = {
+COMMANDS: dict[str, Callable[[Sequence[str], str], bool | None]] = {
     "search": search,
     "memory": memory,
     "run": run,
