@@ -24,8 +24,7 @@ from pathlib import Path
 
 import torch
 
-from armillary.core.testing import World
-from armillary.core.testing.staged import STAGED
+from armillary.core.testing import STAGED, World
 from armillary.data.console.units import count_argument
 from conformance.case import Case
 from conformance.compositions import METHODS, Composition, compositions

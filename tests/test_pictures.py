@@ -18,7 +18,7 @@ from armillary.attention import AttentionMask, AttentionShape, build_comm_plan
 from armillary.attention.planning.comm_plan import Role
 from armillary.core import SequenceLayout
 from armillary.core.parts import KINDS
-from armillary.core.testing.refusals import refusal
+from armillary.core.testing import refusal
 from armillary.train.reporting import journal
 from armillary.train.reporting.metrics import StepMetrics
 

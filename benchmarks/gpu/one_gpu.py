@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from armillary.attention import Ring, build_attention, sdpa_parallel, sequence
 from armillary.core import Axis, build_mesh
-from armillary.core.testing import RankFailed, World, relative_error
-from armillary.core.testing.staged import STAGED
+from armillary.core.testing import STAGED, RankFailed, World, relative_error
 from armillary.models import Checkpointing, LlamaConfig
 from gpu.arithmetic import RECOMPUTED, step_flops
 from gpu.check import Check, Row, Setting, correct, not_run

@@ -14,8 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.distributed as dist
 
-from armillary.core.testing import World
-from armillary.core.testing.staged import STAGED
+from armillary.core.testing import STAGED, World
 from armillary.models import LlamaConfig
 from conformance import METHODS, Trial, cases, compositions
 from conformance.run import run

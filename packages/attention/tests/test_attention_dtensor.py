@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from armillary.attention import AttentionMask, Local, Method, Ring, TokenRing, Ulysses, reference_attention
 from armillary.core import CommLedger, SequenceLayout
-from armillary.core.testing import mesh, relative_error
+from armillary.core.testing import mesh, relative_error, value_errors
 from armillary.core.testing.dtensors import place
-from armillary.core.testing.refusals import value_errors
 
 EXACT = 1e-10
 B, H, K, D, DV = 2, 8, 4, 16, 8

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from armillary.attention import AttentionMask, build_attention, reference_attention
-from armillary.core.testing import mesh, relative_error
-from armillary.core.testing.refusals import value_errors
+from armillary.core.testing import mesh, relative_error, value_errors
 
 EXACT = 1e-10
 B, E, H, K, D, DV = 2, 12, 8, 4, 8, 4

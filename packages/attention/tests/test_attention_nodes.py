@@ -28,8 +28,7 @@ from armillary.attention.rotation.nodes import NodeRings
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.partial_layout import PartialLayout
 from armillary.core import SequenceLayout
-from armillary.core.testing import mesh
-from armillary.core.testing.refusals import value_errors
+from armillary.core.testing import mesh, value_errors
 from conformance import Case, cases, check
 
 FULL = AttentionMask(causal=False)

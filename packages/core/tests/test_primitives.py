@@ -25,8 +25,7 @@ from armillary.core import (
     start_scatter_parts,
 )
 from armillary.core.parts import chunk_sizes
-from armillary.core.testing import mesh, relative_error
-from armillary.core.testing.refusals import value_errors
+from armillary.core.testing import mesh, relative_error, value_errors
 
 EXACT = 1e-12
 B, H, D = 2, 6, 4

@@ -17,8 +17,7 @@ from armillary.core import mesh as core_mesh
 from armillary.core.gloo_threads import THREADS, gloo_thread_states
 from armillary.core.mesh import ALL_AXES, own_device
 from armillary.core.parts import compat
-from armillary.core.testing import World, mesh
-from armillary.core.testing.world import fork_context
+from armillary.core.testing import World, fork_context, mesh
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from armillary.core import SequenceLayout
-from armillary.core.testing.refusals import refusal
+from armillary.core.testing import refusal
 from armillary.data import (
     ByteTokenizer,
     Document,

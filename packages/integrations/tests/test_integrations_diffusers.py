@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from armillary.attention import ContextParallel
-from armillary.core.testing import mesh, relative_error
-from armillary.core.testing.refusals import value_errors
+from armillary.core.testing import mesh, relative_error, value_errors
 
 pytest.importorskip("diffusers")
 from diffusion_models import BUILD, TEXT, Inputs, draw, flux, qwen, sd3, wan

@@ -2,7 +2,7 @@
 
 import pytest
 
-from armillary.core.testing.refusals import refusal
+from armillary.core.testing import refusal
 from armillary.plan import Cluster
 from armillary.plan.cli import main as plan
 from armillary.plan.tune import cli as tuner

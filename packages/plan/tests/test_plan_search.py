@@ -16,7 +16,7 @@ from armillary.attention.planning.ring import RingPlan
 from armillary.attention.planning.ulysses import UlyssesPlan
 from armillary.attention.plans import Move, Send, Step
 from armillary.core import SequenceLayout
-from armillary.core.testing.examples import commands_in
+from armillary.core.testing import commands_in
 from armillary.data.console import parse
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from armillary.core.testing.world import fork_context
+from armillary.core.testing import fork_context
 from armillary.train.parts import caused_by_peers
 from armillary.train.runtime.background import Background, GuardedSink
 from armillary.train.runtime.health import heartbeat

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from armillary.core.testing.refusals import refusal
+from armillary.core.testing import refusal
 from armillary.models import Checkpointing
 from armillary.models.parts import meta_model, parameter_shapes, parse
 from armillary.train import (

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from armillary.core.testing.refusals import refusal
+from armillary.core.testing import refusal
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.files import checksum
 from armillary.train.checkpoint.folder import CheckpointFolder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.core.testing.examples import commands_in
+from armillary.core.testing import commands_in
 from armillary.models import Checkpointing
 from armillary.train import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig, recipes
 from armillary.train.command import RECIPES, Command, read_command

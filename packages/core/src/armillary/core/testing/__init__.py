@@ -13,16 +13,24 @@ def test_sum(worlds):
 
 from armillary.core.testing.compare import LIMITS, relative_error, root_mean_square
 from armillary.core.testing.dispatcher import Dispatched
+from armillary.core.testing.examples import commands_in
 from armillary.core.testing.rank import mesh
-from armillary.core.testing.world import RankFailed, World, Worlds
+from armillary.core.testing.refusals import refusal, value_errors
+from armillary.core.testing.staged import STAGED
+from armillary.core.testing.world import RankFailed, World, Worlds, fork_context
 
 __all__ = [
     "LIMITS",
+    "STAGED",
     "Dispatched",
     "RankFailed",
     "World",
     "Worlds",
+    "commands_in",
+    "fork_context",
     "mesh",
+    "refusal",
     "relative_error",
     "root_mean_square",
+    "value_errors",
 ]
