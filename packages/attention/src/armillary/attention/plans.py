@@ -14,12 +14,12 @@ from armillary.attention.registry.table import ALIASES, HEAD_METHODS, SEQUENCE_M
 __all__ = [
     "ALIASES",
     "HEAD_METHODS",
+    "SEQUENCE_METHODS",
     "HeadStages",
     "MethodOptions",
     "Move",
     "NamedMethod",
     "Placement",
-    "SEQUENCE_METHODS",
     "Send",
     "Sizes",
     "Step",

@@ -26,7 +26,7 @@ from armillary.core.gradients import mesh_ranks, parameters_outside_fsdp
 from armillary.core.layout import Side
 from armillary.core.lazy import imported_at_first_use
 from armillary.core.mesh import binds_device, check_axes
-from armillary.core.neighbours.move_key import read_layout
+from armillary.core.neighbours.move_key import layout_of_text
 from armillary.core.observe.label import current_label
 from armillary.core.observe.ledger import KINDS, PHASES, phase
 from armillary.core.observe.trace import NO_SPAN

@@ -23,7 +23,7 @@ from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.kernels import KERNELS
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
-from armillary.core.parts import read_layout
+from armillary.core.parts import layout_of_text
 
 NUMBERS_SCHEMA = "Tensor? mask_numbers, Tensor? layout_numbers, Tensor? key_layout_numbers"
 OP_KEY_SCHEMA = "int call, SymInt[] numbers, float scale, float softcap, str text"
@@ -199,7 +199,7 @@ def autocast_name(x: Tensor) -> str:
 
 def read_layout(text: str) -> SequenceLayout | None:
     """Returns the layout of a `SequenceLayout.text`; None for ""."""
-    return read_layout(text) if text else None
+    return layout_of_text(text) if text else None
 
 
 def layout_of_numbers(numbers: Tensor | None) -> SequenceLayout | None:

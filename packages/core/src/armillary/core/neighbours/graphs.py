@@ -22,7 +22,7 @@ from armillary.core.collectives.compiled import TracedAxis, own_memory
 from armillary.core.collectives.token_moves import start_move, start_return
 from armillary.core.layout import SequenceLayout
 from armillary.core.neighbours.convolution import convolve_runs
-from armillary.core.neighbours.move_key import KEY_SCHEMA, MoveKey, documents_segments, read_layout
+from armillary.core.neighbours.move_key import KEY_SCHEMA, MoveKey, documents_segments, layout_of_text
 from armillary.core.neighbours.tables import FLAT, check_layout, halo_table, tokens_dim
 from armillary.core.observe.ledger import phase
 from armillary.core.segments import Segmented, Segments, check_lookahead
@@ -173,7 +173,7 @@ def _halo_lengths(
     rank: int,
 ) -> str:
     """Returns the number of rows with their own segments, then the length of each run with its halo, as text."""
-    layout = read_layout(layout_text)
+    layout = layout_of_text(layout_text)
     rows = tuple(Segments(tuple(a), tuple(b)) for a, b in zip(ends, parents, strict=True))
     rows = rows or documents_segments(documents, layout.length)
     check_lookahead("right", -right, rows)

@@ -118,10 +118,10 @@ class MoveKey(NamedTuple):
 
     def token_move(self, x: Tensor) -> TokenMove:
         """Returns the move for tokens on the device of x."""
-        axis, layout = axis_of(self.axis, self.group, x), read_layout(self.layout)
+        axis, layout = axis_of(self.axis, self.group, x), layout_of_text(self.layout)
         numbers = [int(value) for value in self.numbers]
         if self.move == "relayout":
-            return TokenMove(axis, relayout_table(layout, read_layout(self.target), axis.rank))
+            return TokenMove(axis, relayout_table(layout, layout_of_text(self.target), axis.rank))
         segments = self.segments(layout.length)
         if self.move == "shift":
             check_lookahead("offset", numbers[0], segments)
@@ -146,7 +146,7 @@ def documents_segments(text: str, length: int) -> tuple[Segments, ...]:
 
 
 @lru_cache(maxsize=256)
-def read_layout(text: str) -> SequenceLayout:
+def layout_of_text(text: str) -> SequenceLayout:
     return SequenceLayout.read(text)
 
 

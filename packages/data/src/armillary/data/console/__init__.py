@@ -1,5 +1,8 @@
 """Building blocks of commands: numbers with units, tables, pictures, and errors as one line with an exit code."""
 
+from typing import TYPE_CHECKING
+
+from armillary.core.parts import imported_at_first_use
 from armillary.data.console.exit import (
     EXPLAINED,
     FAILED,
@@ -12,7 +15,6 @@ from armillary.data.console.exit import (
 )
 from armillary.data.console.failure import printable, report_failure, write_to_stderr
 from armillary.data.console.pictures import check_picture, picture, print_written
-from armillary.data.console.table import Column, print_table
 from armillary.data.console.units import (
     BYTES_SUCH_AS,
     LARGEST,
@@ -23,19 +25,22 @@ from armillary.data.console.units import (
     short,
     whole_number,
 )
-from armillary.data.parsing import parse, parse_known, refuse_removed
-from armillary.data.progress import Bar
+
+if TYPE_CHECKING:
+    from armillary.data.console.table import Column, print_table
+    from armillary.data.parsing import parse, parse_known, refuse_removed
+    from armillary.data.progress import Bar
 
 __all__ = [
     "BYTES_SUCH_AS",
-    "Bar",
-    "Column",
     "EXPLAINED",
     "FAILED",
     "LARGEST",
     "PEER_ERRORS",
     "REFUSALS",
     "SUCH_AS",
+    "Bar",
+    "Column",
     "byte_quantity",
     "check_picture",
     "exit_on_error",
@@ -56,3 +61,19 @@ __all__ = [
     "whole_number",
     "write_to_stderr",
 ]
+
+_SLOW_MODULES = {
+    "armillary.data.console.table": (
+        "Column",
+        "print_table",
+    ),
+    "armillary.data.parsing": (
+        "parse",
+        "parse_known",
+        "refuse_removed",
+    ),
+    "armillary.data.progress": ("Bar",),
+}
+"""Modules that need rich, tyro or pydantic, which only commands do."""
+
+__getattr__ = imported_at_first_use(__name__, _SLOW_MODULES)

@@ -1,6 +1,8 @@
 """Settings of a run: its sections, their flags, and where they are read and checked."""
 
-from armillary.train.command import Source, check_model_flags, find_recipe, read_source
+from typing import TYPE_CHECKING
+
+from armillary.core.parts import imported_at_first_use
 from armillary.train.config.check import check_config
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 from armillary.train.config.model_sizes import GPT_FIELDS, SIZES, model_config
@@ -18,18 +20,21 @@ from armillary.train.config.sections import (
     ValidationConfig,
 )
 
+if TYPE_CHECKING:
+    from armillary.train.command import Source, check_model_flags, find_recipe, read_source
+
 __all__ = [
+    "GPT_FIELDS",
+    "SIZES",
     "Config",
     "Count",
     "CountOrNone",
     "CudaConfig",
     "DataConfig",
-    "GPT_FIELDS",
     "LogConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
-    "SIZES",
     "SaveConfig",
     "Source",
     "TrainConfig",
@@ -46,3 +51,8 @@ __all__ = [
     "overlay_settings",
     "read_source",
 ]
+
+_SLOW_MODULES = {"armillary.train.command": ("Source", "check_model_flags", "find_recipe", "read_source")}
+"""Modules that need tyro, which only commands do."""
+
+__getattr__ = imported_at_first_use(__name__, _SLOW_MODULES)
