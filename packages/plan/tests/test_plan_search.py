@@ -228,6 +228,23 @@ def test_a_sender_continues_once_its_buffer_is_full():
     assert plan_seconds(leaving, cluster, 0.0).seconds == pytest.approx(2, rel=1e-2)
 
 
+@pytest.mark.parametrize(("ranks", "stride"), [(2, 1), (6, 1), (8, 1), (2, 3), (4, 3), (24, 1)])
+def test_groups_that_are_not_timed_are_like_one_that_is(ranks, stride):
+    """The sends of all groups on nodes of 4, written out. Groups of 6 cross nodes in two ways; pairs share a card."""
+    card = replace(NODES.between, per="group", crowding=0.5)
+    cluster = replace(NODES, nodes=6, ranks_per_node=4, between=card)
+    groups = [start + i for start in range(0, 24, ranks * stride) for i in range(stride)]
+    steps = [[Send(i, (i + hop) % ranks, (1 + i * hop) * 10**8) for i in range(ranks)] for hop in (1, ranks - 1)]
+    actual = plan_seconds(
+        [Step((Move("p2p", "ring", (), tuple(sends)),)) for sends in steps], cluster, 0.0, len(groups), stride=stride
+    )
+    everywhere = [
+        [Send(first + stride * a, first + stride * b, size) for first in groups for a, b, size in sends]
+        for sends in steps
+    ]
+    assert actual.exchange == sum(map(cluster.transit, everywhere))
+
+
 @pytest.mark.parametrize(
     ("move", "seconds"),
     [

@@ -8,6 +8,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -44,8 +45,17 @@ class Cluster(Node):
         return (*switch, node, Level("between", self.ranks, self.between, card=self.ranks_per_node))
 
     def deliveries(self, sends: Iterable[Send]) -> list[Delivery]:
-        """Timing of sends that start together. Ranks 0, 1, ... are on the first machine, the next on the second."""
-        return deliveries(self.levels, sends)
+        """Timing of sends that start together. Ranks 0, 1, ... are on the first machine, the next on the second.
+
+        Sends of 0 bytes, or from a rank to itself, are left out.
+        """
+        rows = [send for send in sends if send.bytes and send.source != send.target]
+        table = np.array(rows, np.int64).reshape(-1, 3)
+        timed = deliveries(self.levels, table, np.zeros(len(rows), np.int64))
+        return [
+            Delivery(source, target, seconds, sending, self.levels[level].link)
+            for source, target, seconds, sending, level in zip(*(values.tolist() for values in timed), strict=True)
+        ]
 
     def transit(self, sends: Iterable[Send]) -> float:
         """Seconds until all of these concurrent sends have arrived."""

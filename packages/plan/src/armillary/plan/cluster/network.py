@@ -6,23 +6,20 @@ A send alone takes as long as in LogGP (Alexandrov et al., 1995), where `latency
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as validated_dataclass
 
-from armillary.attention.plans import Send
 from armillary.data.console import BYTES_SUCH_AS, LARGEST, SUCH_AS, byte_quantity, quantity
 
 Wiring = Literal["rank", "pair", "group"]
-Port = tuple[str | int, ...]
-"""A port's name: its level, its kind, and the rank, pair of ranks or group that has it."""
+Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
 def number(value: Any) -> Any:
@@ -96,16 +93,18 @@ class Level:
     link: Link
     card: int | None = None
 
-    def ports(self, source: int, target: int) -> Iterator[Port]:
-        """Yields the ports that a send occupies. Each port has the link's full bandwidth."""
-        if self.link.per == "pair":
-            yield (self.name, "pair", source, target)
-        elif self.link.per == "group" and self.card is None:
-            yield (self.name, "bus", source // self.ranks)
-        else:
-            ranks_per_port = (self.card or 1) if self.link.per == "group" else 1
-            yield (self.name, "out", source // ranks_per_port)
-            yield (self.name, "in", target // ranks_per_port)
+    @property
+    def is_shared(self) -> bool:
+        """True if one port carries both ends of a send: the link of a pair of ranks, or a bus."""
+        return self.link.per == "pair" or (self.link.per == "group" and self.card is None)
+
+    def ports(self, source: Integers, target: Integers) -> tuple[Integers, Integers]:
+        """Numbers of the (output, input) ports that sends occupy. Each port has the link's full bandwidth."""
+        if self.is_shared:
+            port = source * self.ranks + target if self.link.per == "pair" else source // self.ranks
+            return port, port
+        ranks_per_port = (self.card or 1) if self.link.per == "group" else 1
+        return source // ranks_per_port, target // ranks_per_port
 
 
 class Delivery(NamedTuple):
@@ -124,76 +123,96 @@ class Delivery(NamedTuple):
 
     def receive_and_compute(self, compute: float) -> float:
         """Seconds until the receiver has all bytes and has done a computation that starts with the send."""
-        return self._overlap(self.seconds, compute)
+        return float(concurrent_seconds(self.seconds, compute, self.link.disturbs))
 
     def send_and_compute(self, compute: float) -> float:
         """Seconds until the sender may continue and has done a computation that starts with the send."""
-        return self._overlap(self.sending, compute)
-
-    def _overlap(self, seconds: float, compute: float) -> float:
-        # The longer of both, plus the fraction of the shorter one that contention for the device's resources adds.
-        return max(compute, seconds) + self.link.disturbs * min(compute, seconds)
+        return float(concurrent_seconds(self.sending, compute, self.link.disturbs))
 
 
-@dataclass
-class Load:
-    """The sends through one port. They share its bandwidth evenly, so small sends finish before large ones."""
+class Deliveries(NamedTuple):
+    """Timing of many sends: arrays with one element per send, as the fields of `Delivery`.
 
-    link: Link
-    sizes: list[int] = field(default_factory=list[int])
-    peers: set[int] = field(default_factory=set[int])
+    Args:
+        level: index of the level whose link carries the send.
+    """
 
-    @cached_property
-    def sorted_sizes(self) -> tuple[list[int], list[int]]:
-        """Returns (sizes in ascending order, their prefix sums). Cached, so read it after the last send is added."""
-        sizes = sorted(self.sizes)
-        return sizes, [0, *accumulate(sizes)]
-
-    def seconds(self, size: int) -> float:
-        """Seconds until the port has carried a send of `size` bytes, if all sends start together.
-
-        By then it has carried all smaller sends, and `size` bytes of every other one.
-        """
-        sizes, sums = self.sorted_sizes
-        smaller = bisect_right(sizes, size)
-        carried_bytes = sums[smaller] + (len(sizes) - smaller) * size
-        slowdown = len(self.peers) ** self.link.crowding if self.link.crowding else 1.0
-        return carried_bytes * slowdown / self.link.bandwidth
+    source: Integers
+    target: Integers
+    seconds: Floats
+    sending: Floats
+    level: Integers
 
 
-def deliveries(levels: tuple[Level, ...], sends: Iterable[Send]) -> list[Delivery]:
-    """Timing of sends that start together. The busiest port on its route determines the time of a send.
+def concurrent_seconds(transfer: Any, compute: Any, disturbs: Any) -> Any:
+    """Seconds until a transfer and a computation that start together are both done, as numbers or arrays."""
+    # The longer of both, plus the fraction of the shorter one that contention for the device's resources adds.
+    return np.maximum(compute, transfer) + disturbs * np.minimum(compute, transfer)
 
-    Sends of 0 bytes, or from a rank to itself, are left out.
+
+def deliveries(levels: Sequence[Level], sends: Integers, batch: Integers) -> Deliveries:
+    """Timing of sends of at least 1 byte between two ranks. The busiest port on its route determines a send's time.
 
     Args:
         levels: levels of the network, from the smallest groups to all ranks.
+        sends: (source, target, bytes) of each send.
+        batch: number of the batch of each send. Sends of one batch start together; batches do not meet.
     """
-    # 1. The load of every port, and the ports on the route of every send.
-    loads, routes = dict[Port, Load](), list[tuple[Send, Link, list[Load]]]()
-    sends_by_rank, receives_by_rank = Counter[int](), Counter[int]()
-    for send in sends:
-        if send.source == send.target or not send.bytes:
-            continue
-        sends_by_rank[send.source] += 1
-        receives_by_rank[send.target] += 1
-        # The lowest level that has both ends in one group.
-        level = next(level for level in levels if send.source // level.ranks == send.target // level.ranks)
-        route = list[Load]()
-        for port in level.ports(send.source, send.target):
-            load = loads.setdefault(port, Load(level.link))
-            load.sizes.append(send.bytes)
-            if level.link.crowding:  # the peers of an input port are sources, those of any other port targets
-                load.peers.add(send.source if "in" in port else send.target)
-            route.append(load)
-        routes.append((send, level.link, route))
+    source, target, size = sends.T
+    # The lowest level that has both ends in one group: argmax returns the first of several equal values.
+    level = np.argmax([source // each.ranks == target // each.ranks for each in levels], axis=0)
 
+    def link(name: str) -> Floats:
+        return np.array([getattr(each.link, name) for each in levels])[level]
+
+    def busy_seconds(ports: Sequence[Integers], peer: Integers) -> Floats:
+        # Ports of different batches and levels are different.
+        port = np.choose(level, ports)
+        port += (batch * len(levels) + level) * (port.max(initial=0) + 1)
+        slowdown = np.ones(len(size))
+        if any(crowding := link("crowding").tolist()):
+            # Python's power, because numpy's may differ in the last bit.
+            counts = peer_counts(port, peer).tolist()
+            slowdown = np.array([count**exponent for count, exponent in zip(counts, crowding, strict=True)])
+        return carried_bytes(port, size) * slowdown / link("bandwidth")
+
+    # 1. The time for which the send's output and input port are busy, of which the longer one counts. Peers of an
+    # output port are targets, of an input port sources.
+    outputs, inputs = zip(*(each.ports(source, target) for each in levels), strict=True)
+    is_shared = np.array([each.is_shared for each in levels])[level]
+    busy = np.maximum(busy_seconds(outputs, target), busy_seconds(inputs, np.where(is_shared, target, source)))
     # 2. The time of every send: latency, software overhead of its messages, and the busiest port on its route.
-    result = list[Delivery]()
-    for send, link, route in routes:
-        start = link.latency + link.message * max(sends_by_rank[send.source], receives_by_rank[send.target])
-        busy = max(load.seconds(send.bytes) for load in route)
-        # The sender waits for all bytes except those that its send buffer takes.
-        unbuffered_fraction = max(0.0, 1 - link.buffer / send.bytes)
-        result.append(Delivery(send.source, send.target, start + busy, start + busy * unbuffered_fraction, link))
+    ranks = levels[-1].ranks
+    messages = np.maximum(frequency(batch * ranks + source), frequency(batch * ranks + target))
+    start = link("latency") + link("message") * messages
+    # The sender waits for all bytes except those that its send buffer takes.
+    unbuffered_fraction = np.maximum(0.0, 1 - link("buffer") / size)
+    return Deliveries(source, target, start + busy, start + busy * unbuffered_fraction, level)
+
+
+def carried_bytes(port: Integers, size: Integers) -> Integers:
+    """For each send, the bytes that its port has carried when the send is done, if all sends start together.
+
+    They share the port's bandwidth evenly, so small sends finish before large ones: the port has then carried all
+    smaller sends, and as many bytes of every larger one.
+    """
+    order = np.lexsort((size, port))
+    port, size = port[order], size[order]
+    sums, first, end = np.cumsum(size), np.searchsorted(port, port), np.searchsorted(port, port, "right")
+    smaller_sends = sums - (sums - size)[first]  # and the send itself
+    result = np.empty_like(size)
+    result[order] = smaller_sends + (end - 1 - np.arange(len(size))) * size
     return result
+
+
+def peer_counts(port: Integers, peer: Integers) -> Integers:
+    """For each send, the number of different peers of its port."""
+    ranks = peer.max(initial=0) + 1
+    ports = np.unique(port * ranks + peer) // ranks
+    return np.searchsorted(ports, port, "right") - np.searchsorted(ports, port)
+
+
+def frequency(values: Integers) -> Integers:
+    """For each value, the number of times that it occurs."""
+    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return counts[index]

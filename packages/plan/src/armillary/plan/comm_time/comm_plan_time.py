@@ -6,11 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import lcm
 from typing import NamedTuple
+
+import numpy as np
 
 from armillary.attention.plans import Move, Send, Step
 from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.cluster.network import Delivery
+from armillary.plan.cluster.network import Floats, Integers, concurrent_seconds, deliveries
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
 """FLOPs per visible (query, key) pair, head and element of head dim. A matrix product takes 2: a multiply and an add.
@@ -65,12 +68,10 @@ class Clocks(NamedTuple):
         transfers_done: time by which the rank has sent the results of its last step, and received those of other ranks.
     """
 
-    ready: list[float]
-    transfers_done: list[float]
+    ready: Floats
+    transfers_done: Floats
 
-    def after(
-        self, compute: Sequence[float], moves: Iterable[Delivery], results: Iterable[Delivery], overlap: bool = True
-    ) -> Clocks:
+    def after(self, compute: Floats, moves: Exchange, results: Exchange, overlap: bool = True) -> Clocks:
         """Returns the clocks after one more step.
 
         Args:
@@ -81,27 +82,25 @@ class Clocks(NamedTuple):
         """
         # 1. Computation. A step that only communicates has no kernels to run beside the previous step's result
         # transfers, so it starts after them.
-        start = self.ready if compute else [max(pair) for pair in zip(self.ready, self.transfers_done, strict=True)]
-        compute = compute or [0.0] * len(start)
+        start = self.ready if len(compute) else np.maximum(self.ready, self.transfers_done)
+        compute = compute if len(compute) else np.zeros(len(start))
         # A step ends no earlier than the result transfers of the step before.
-        computed = [
-            max(begin + seconds, transferred)
-            for begin, seconds, transferred in zip(start, compute, self.transfers_done, strict=True)
-        ]
-        ready, transfers_done = list(computed), list(computed)
+        computed = np.maximum(start + compute, self.transfers_done)
+        ready, transfers_done = computed.copy(), computed.copy()
         # 2. A move starts once both of its ends have reached the step; without overlap, once both have computed it.
         if not overlap:
-            start, compute = computed, [0.0] * len(start)
-        for send in moves:
-            begin = max(start[send.source], start[send.target])
-            source, target = send.source, send.target
-            ready[target] = max(ready[target], begin + send.receive_and_compute(compute[target]))
-            ready[source] = max(ready[source], begin + send.send_and_compute(compute[source]))
+            start, compute = computed, np.zeros(len(start))
+        if len(moves.source):
+            begin = np.maximum(start[moves.source], start[moves.target])
+            received = concurrent_seconds(moves.seconds, compute[moves.target], moves.disturbs)
+            sent = concurrent_seconds(moves.sending, compute[moves.source], moves.disturbs)
+            np.maximum.at(ready, moves.target, begin + received)
+            np.maximum.at(ready, moves.source, begin + sent)
         # 3. The transfer of a result starts once both of its ends have computed the step.
-        for send in results:
-            begin = max(computed[send.source], computed[send.target])
-            transfers_done[send.target] = max(transfers_done[send.target], begin + send.seconds)
-            transfers_done[send.source] = max(transfers_done[send.source], begin + send.sending)
+        if len(results.source):
+            begin = np.maximum(computed[results.source], computed[results.target])
+            np.maximum.at(transfers_done, results.target, begin + results.seconds)
+            np.maximum.at(transfers_done, results.source, begin + results.sending)
         return Clocks(ready, transfers_done)
 
 
@@ -129,53 +128,80 @@ def plan_seconds(
             parallelism over tp ranks has stride tp. `copies` counts all groups, interleaved ones too.
     """
     ranks, overhead = cluster.ranks // copies, cluster.accelerator.step  # seconds of overhead in each step
-    clocks, kernel_seconds, exchange = Clocks([0.0] * ranks, [0.0] * ranks), [0.0] * ranks, 0.0
+    clocks, kernel_seconds, exchange = Clocks(np.zeros(ranks), np.zeros(ranks)), np.zeros(ranks), 0.0
+    timed = timed_exchanges(dict.fromkeys((step.moves, step.later_moves) for step in steps), cluster, copies, stride)
     for step in steps:
-        compute = [pairs * seconds_per_pair + overhead for pairs in step.pairs]
-        moves, results = step_deliveries(step.moves, step.later_moves, cluster, copies, stride)
+        compute = np.array(step.pairs, np.float64) * seconds_per_pair + overhead
+        moves, results = timed[step.moves, step.later_moves]
         clocks = clocks.after(compute, moves, results, overlap)
-        if compute:
-            kernel_seconds = [a + b for a, b in zip(kernel_seconds, compute, strict=True)]
-        exchange += max((delivery.seconds for delivery in (*moves, *results)), default=0.0)
+        if step.pairs:
+            kernel_seconds += compute
+        exchange += max(moves.longest, results.longest)
     overheads = overhead * sum(bool(step.pairs) for step in steps)  # included in every rank's `compute` above
     # Time beyond the busiest rank's computation is exposed communication, or waiting for slower ranks.
-    busiest = max(kernel_seconds, default=0.0)
-    end = max((*clocks.ready, *clocks.transfers_done), default=0.0)
+    busiest, end = float(kernel_seconds.max(initial=0.0)), max(float(clock.max(initial=0.0)) for clock in clocks)
     return PassTime(compute=busiest - overheads, exposed=end - busiest, overhead=overheads, exchange=exchange)
 
 
-@lru_cache(maxsize=4096)  # steps of a ring, and stages of heads, are mostly equal
-def step_deliveries(
-    moves: tuple[Move, ...], later_moves: tuple[Move, ...], cluster: Cluster, copies: int, stride: int = 1
-) -> tuple[list[Delivery], list[Delivery]]:
-    """Timing of a step's (moves, later moves) in a group, while all `copies` groups send the same.
+Moves = tuple[Move, ...]
+
+
+class Exchange(NamedTuple):
+    """Timing of the sends of a step's moves, as arrays: fields of `Delivery`, and `Link.disturbs` of each send.
+
+    Args:
+        longest: seconds of the longest send.
+    """
+
+    source: Integers
+    target: Integers
+    seconds: Floats
+    sending: Floats
+    disturbs: Floats
+    longest: float
+
+
+def timed_exchanges(
+    exchanges: Iterable[tuple[Moves, Moves]], cluster: Cluster, copies: int, stride: int = 1
+) -> dict[tuple[Moves, Moves], tuple[Exchange, Exchange]]:
+    """Timing of the (moves, later moves) of different steps in a group, while all `copies` groups send the same.
 
     Moves and later moves share the links: in the steady state of a plan, the results of the previous step are in flight
     during the moves of a step.
     """
-    ranks = cluster.ranks // copies
-    sends = [send for move in moves for send in sends_by_round(move)]
-    later_sends = [send for move in later_moves for send in sends_by_round(move)]
-    # Consecutive ranges of stride * ranks ranks hold `stride` interleaved groups each. A group has every `stride`-th
-    # rank from its first one on.
-    all_sends = [
-        Send(first + stride * source, first + stride * target, size)
-        for start in range(0, copies * ranks, stride * ranks)
-        for first in range(start, start + stride)
-        for source, target, size in (*sends, *later_sends)
+    exchanges, ranks = list(exchanges), cluster.ranks // copies
+    # 1. The sends of all steps in one array, with ranks of the group. Row 2 i has the moves of step i, 2 i + 1 the
+    # later moves.
+    rows = [
+        (2 * i + is_later, *send)
+        for i, step_moves in enumerate(exchanges)
+        for is_later, moves in enumerate(step_moves)
+        for move in moves
+        for send in sends_by_round(move)
+        if send.bytes and send.source != send.target
     ]
-    timed = cluster.deliveries(all_sends)
-    # A send may cross nodes in one group and not in another, so each send takes as long as in its slowest group.
-    per_group = len(timed) // copies
-    slowest = (max(timed[i::per_group], key=lambda delivery: delivery.seconds) for i in range(per_group))
-    delays = collective_delays(moves, cluster, stride)
-    # Convert ranks of the cluster back to ranks of the group.
-    result = list[Delivery]()
-    for delivery in slowest:
-        source, target = (rank // stride % ranks for rank in (delivery.source, delivery.target))
-        seconds = delivery.seconds + delays[source, target]
-        result.append(delivery._replace(source=source, target=target, seconds=seconds))
-    return result[: len(sends)], result[len(sends) :]
+    exchange, source, target, size = np.array(rows, np.int64).reshape(-1, 4).T
+    # 2. Consecutive ranges of stride * ranks ranks hold `stride` interleaved groups each. A group has every `stride`-th
+    # rank from its first one on. Ranges that fill whole nodes send nothing to other ranges, and all look the same from
+    # the network, so only the first of these are timed.
+    width = stride * ranks
+    end = min(copies * ranks, lcm(width, cluster.ranks_per_node))
+    firsts = np.array([first for start in range(0, end, width) for first in range(start, start + stride)])
+    sends = np.stack(np.broadcast_arrays(*(firsts[:, None] + stride * x for x in (source, target)), size), axis=-1)
+    timed = deliveries(cluster.levels, sends.reshape(-1, 3), np.tile(exchange // 2, len(firsts)))
+    # 3. A send may cross nodes in one group and not in another, so each send takes as long as in its slowest group.
+    slowest = np.argmax(timed.seconds.reshape(len(firsts), -1), axis=0) * len(rows) + np.arange(len(rows))
+    delays = [collective_delays(moves, cluster, stride) for moves, _ in exchanges]
+    seconds, sending = timed.seconds[slowest], timed.sending[slowest]
+    if any(delays):
+        seconds = seconds + [delays[i // 2].get((a, b), 0.0) for i, a, b, _ in rows]
+    disturbs = np.array([level.link.disturbs for level in cluster.levels])[timed.level[slowest]]
+    bounds = np.searchsorted(exchange, np.arange(2 * len(exchanges) + 1)).tolist()
+    parts = [
+        Exchange(source[x], target[x], seconds[x], sending[x], disturbs[x], float(seconds[x].max(initial=0.0)))
+        for x in map(slice, bounds, bounds[1:])
+    ]
+    return dict(zip(exchanges, zip(parts[::2], parts[1::2], strict=True), strict=True))
 
 
 def sends_by_round(move: Move) -> Iterator[Send]:
@@ -194,23 +220,25 @@ def collective_delays(moves: Iterable[Move], cluster: Cluster, stride: int = 1) 
     """
     delays = defaultdict[Ends, float](float)
     for move in moves:
+        if move.kind not in ("all_gather", "reduce_scatter"):
+            continue
+        ends = np.array([(stride * send.source, stride * send.target) for send in move.sends])
+        sizes = np.array([send.bytes for send in move.sends])
         # A round passes on the shard of the round before, so each round after the first adds the latency: the time of
         # one byte.
         if move.kind == "all_gather":
-            latency = max(cluster.transit([Send(stride * a, stride * b, 1)]) for a, b, _ in move.sends)
+            one_byte = np.column_stack((ends, np.ones_like(sizes)))
+            latency = float(deliveries(cluster.levels, one_byte, np.arange(len(ends))).seconds.max())
             for send in move.sends:
                 delays[send.source, send.target] += (ring_peers(move, send.source) - 1) * latency
-        # The send in the opposite direction waits for a fraction (`Link.turns`) of this one.
-        if move.kind in ("all_gather", "reduce_scatter"):
-            by_source = defaultdict[int, list[Send]](list)
-            for send in move.sends:
-                by_source[send.source].append(send)
-            for source, sends in by_source.items():
-                placed = (Send(stride * source, stride * send.target, send.bytes) for send in sends)
-                for delivery in cluster.deliveries(placed):
-                    target = delivery.target // stride
-                    if any(back.target == source for back in by_source[target]):
-                        delays[target, source] += delivery.link.turns * delivery.seconds
+        # The send in the opposite direction waits for a fraction (`Link.turns`) of this one. A rank's sends share its
+        # links with each other alone.
+        timed = deliveries(cluster.levels, np.column_stack((ends, sizes)), ends[:, 0])
+        waits = np.array([level.link.turns for level in cluster.levels])[timed.level] * timed.seconds
+        pairs = {(send.source, send.target) for send in move.sends}
+        for send, seconds in zip(move.sends, waits.tolist(), strict=True):
+            if (send.target, send.source) in pairs:
+                delays[send.target, send.source] += seconds
     return delays
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from armillary.attention import CommPlan
-from armillary.core.parts import PHASES
+from armillary.attention.plans import Step
 from armillary.models import Mixer
 from armillary.models.parts import Policy
 from armillary.plan.cluster.cluster import Cluster
@@ -139,8 +139,16 @@ class Passes:
 
 def sent_bytes(plan: CommPlan, ranks: int) -> SentBytes:
     """Bytes that each of a plan's ranks sends, in forward and in backward."""
-    forward, backward = (tuple(plan.bytes(r, phase=phase) for r in range(ranks)) for phase in PHASES)
-    return forward, backward
+
+    def by_rank(steps: Sequence[Step]) -> tuple[int, ...]:
+        sizes = [0] * ranks
+        for step in steps:
+            for move in (*step.moves, *step.later_moves):
+                for source, _, size in move.sends:
+                    sizes[source] += size
+        return tuple(sizes)
+
+    return by_rank(plan.forward), by_rank(plan.backward)
 
 
 def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:

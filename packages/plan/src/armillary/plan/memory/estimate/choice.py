@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,7 +34,7 @@ class AttentionChoice:
         options = method.options
         return cls(method.name, options.heads_per_stage, options.team, options.placement, options.nodes)
 
-    @property
+    @cached_property  # a search asks each choice for its method thousands of times
     def method(self) -> NamedMethod:
         """The method in the registry, with these options.
 
