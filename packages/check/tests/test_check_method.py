@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask, Local, Ring, Ulysses
-from armillary.check import check_method
+from armillary.check import CheckedTensor, MethodReport, check_method
 from armillary.core.testing import mesh
 
 
@@ -65,3 +65,9 @@ def test_the_example_of_the_readme_runs():
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
     exec(example, {})
+
+
+def test_nan_is_wrong():
+    report = MethodReport((CheckedTensor("causal", "zigzag", "dk", float("nan"), limit=1e-12),))
+    with pytest.raises(AssertionError, match="causal zigzag: dk"):
+        report.assert_right()

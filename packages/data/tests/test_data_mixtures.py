@@ -114,6 +114,13 @@ def test_stores_of_different_tokenizers_are_refused(place):
     assert {"bytes", "numbers"} <= set(str(failure.value).replace(",", "").replace(";", "").split())
 
 
+def test_tokenizers_with_equally_many_tokens_are_different():
+    first, second = numbered([3], name="first"), numbered([3])
+    first.vocabulary = replace(second.vocabulary, tokenizer="bytes")
+    with pytest.raises(ValueError, match="bytes"):
+        single_rank_rows([first, second], N)
+
+
 def test_a_store_without_tokenizer_mixes_with_any():
     unknown = numbered([N])
     unknown.vocabulary = Vocabulary()

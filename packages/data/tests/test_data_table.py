@@ -35,8 +35,10 @@ def test_on_a_narrow_terminal_it_breaks_between_words():
 
 @pytest.mark.parametrize("width", [1, 20, 40, 60, 200, None])
 def test_words_and_numbers_are_complete_at_any_width(width):
-    words = table(COLUMNS, ROWS, width).replace("why:", "why").split()
+    text = table(COLUMNS, ROWS, width)
+    words = text.replace("why:", "why").split()
     assert {"ulysses+token_ring,", "1,234.50", "exchange", "attention", "(GiB)"} <= set(words)
+    assert width is None or width < 40 or max(map(len, text.splitlines())) <= width
 
 
 def test_the_width_is_the_terminals(capsys, monkeypatch):

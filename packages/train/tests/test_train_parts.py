@@ -6,11 +6,12 @@ from math import prod
 import pytest
 import torch
 
+from armillary.attention import AttentionMask
 from armillary.data.console import parse
 from armillary.train import Config, ParallelConfig, TrainConfig
 from armillary.train.config import check_config
 from armillary.train.parallel import choose_device
-from armillary.train.parts import choose_axes
+from armillary.train.parts import batch_mask, choose_axes
 from armillary.train.reporting.metrics import StepMetrics
 
 
@@ -197,3 +198,9 @@ def test_format_of_the_log_line():
         "step: 10 loss: 2.3456 grad_norm: 1.5000 lr: 1.00e-03 memory: 1.00GiB tps: 1,234 tflops: 0.0123 mfu: -"
     )
     assert StepMetrics(1, 1.0, 1.0, 1.0, 0, 1.0, 400.0, 0.4041).line().endswith("mfu: 40.4%")
+
+
+def test_documents_of_a_row_see_each_other_unless_they_are_to_be_masked():
+    documents = ((0, 3, 8),)
+    assert batch_mask(documents, None, within_documents=False) == AttentionMask()
+    assert batch_mask(documents, None, within_documents=True) == AttentionMask(documents=documents)

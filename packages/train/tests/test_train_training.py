@@ -273,7 +273,7 @@ def has_z(run: Run, number: int) -> bool:
 
 
 def test_a_skipped_step_changes_no_bit_and_names_rows_and_rank(worlds, small):
-    config = with_options(on_mesh(small, shard=2), bad_step="skip", steps=12, accumulation=2)
+    config = with_options(on_mesh(small, shard=2), bad_step="skip", bad_steps=2, steps=12, accumulation=2)
     actual = worlds(2).run(run_with_bad_steps, config)
     outcomes, messages, rates, rows_with_z = actual[0]
     bad = sorted({row // 8 for row in rows_with_z})
