@@ -73,6 +73,7 @@ class Crashing(Contender):
         os._exit(3)
 
 
+@pytest.mark.long
 def test_right_methods_pass_and_wrong_ones_get_their_errors():
     assert [each.outcome for each in run(contenders()["armillary, ring"], [CAUSAL, WINDOW])] == ["right", "right"]
     doubled, unseen = run(Careless, [CAUSAL, WINDOW])
@@ -83,6 +84,7 @@ def test_right_methods_pass_and_wrong_ones_get_their_errors():
     assert min(error for error, _ in unseen.errors.values()) > 0.1
 
 
+@pytest.mark.long
 def test_a_refusal_hang_or_crash_is_reported_and_the_next_case_runs():
     refused, other = run(Refusing, [CAUSAL, WINDOW])
     assert (refused.outcome, refused.said) == ("refused", "AssertionError: only full attention")

@@ -57,6 +57,7 @@ NAMED = ["roberta", "camembert", "esm", "bart", "opt", "mobilebert"]
 """One family of each way to compute positions."""
 
 
+@pytest.mark.long
 def test_models_with_own_position_ids_are_right_or_refused(worlds):
     assert {*NAMED} <= {*families_with_own_positions()}
     wrong, built = unlike(worlds, NAMED, ("armillary", "from 0"))

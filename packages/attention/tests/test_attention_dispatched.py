@@ -1,5 +1,6 @@
 """The ledger counts all bytes that attention methods send: torch's dispatcher sees the same ones."""
 
+import pytest
 import torch
 from fake_ranks import on_fake_ranks
 from torch import Tensor, nn
@@ -8,6 +9,8 @@ from armillary.attention import AttentionMask
 from armillary.core import CommLedger
 from armillary.core.testing import Dispatched
 from conformance import METHODS, Composition, compositions
+
+pytestmark = pytest.mark.long
 
 B, N, H, K, D = 2, 52, 8, 2, 8
 MASKS = AttentionMask(), AttentionMask(window=(9, None), documents=(0, 20, N))

@@ -96,19 +96,6 @@ def worst(attend: Method, full: tuple[Tensor, ...], order: Order = lambda x: x, 
     )
 
 
-def in_any_order() -> list[str]:
-    actual = list[str]()
-    for name, attend in of_four("ring of keys", "token_ring", "all_gather", "usp", "upipe").items():
-        for kind, order in ORDERS.items():
-            if (error := worst(attend, random_inputs(torch.float64), order)) > 1e-12:
-                actual.append(f"{name}, {kind}: {error:.1e}")
-    return actual
-
-
-def test_memory_order_does_not_matter(worlds):
-    assert worlds(4).run(in_any_order) == [[]] * 4
-
-
 @pytest.mark.parametrize("kernel", ["cpu_flash", "dense"])
 @pytest.mark.parametrize("kind", [*ORDERS, *SAME])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
@@ -195,19 +182,6 @@ def test_every_finite_scale_works(kernel, scale, mask):
 @pytest.mark.parametrize("scale", [-0.4, 0])
 def test_every_finite_scale_works_with_a_softcap(scale):
     assert worst(Local(), random_inputs(torch.float64), scale=scale, softcap=1.5) < 1e-12
-
-
-def scaled() -> list[str]:
-    actual = list[str]()
-    for name, attend in of_four().items():
-        for scale in (-0.4, 0):
-            if (error := worst(attend, random_inputs(torch.float64), scale=scale)) > 1e-12:
-                actual.append(f"{name}, scale {scale}: {error:.1e}")
-    return actual
-
-
-def test_every_finite_scale_works_on_ranks(worlds):
-    assert worlds(4).run(scaled) == [[]] * 4
 
 
 # -- autocast ---------------------------------------------------------------------------------------------------------

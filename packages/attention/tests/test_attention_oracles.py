@@ -12,6 +12,8 @@ import torch
 from armillary.attention import AttentionMask, Ring, TokenRing
 from armillary.core.testing import mesh
 
+pytestmark = pytest.mark.long
+
 PLACES = (
     "torch.distributed.tensor.experimental._context_parallel._attention",  # since torch 2.10
     "torch.distributed.tensor.experimental._attention",

@@ -8,6 +8,8 @@ from conformance import METHODS, Trial, cases, compositions, drawn
 from conformance.command import main, parse_arguments
 from conformance.run import run
 
+pytestmark = pytest.mark.long
+
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = [
     ("cpu", 1),

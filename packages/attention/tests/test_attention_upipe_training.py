@@ -19,11 +19,9 @@ from test_attention_upipe import (
     Heads,
     Projected,
     Result,
-    differentiated,
     expected,
     inputs,
     joined,
-    wrong,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -189,6 +187,7 @@ def each_under_fsdp() -> list[dict[str, float]]:
     return [errors_under_fsdp(*way) for way in UNDER_FSDP.values()]
 
 
+@pytest.mark.long
 def test_gradients_under_fsdp_equal_those_without(worlds):
     for rank in worlds(4).run(each_under_fsdp):
         for (name, (_, mixed, _)), errors in zip(UNDER_FSDP.items(), rank, strict=True):
@@ -221,6 +220,7 @@ def every_way(composition: Composition) -> list[tuple[list[Tensor], int, int]]:
     return [checkpointed(composition, policy) for policy in ("plain", "keep", "recompute")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("composition", [Composition(1, 2), USP], ids=str)
 def test_checkpoint_that_saves_attention_does_not_recompute_it(worlds, composition):
     actual = worlds(composition.ring * composition.ulysses).run(every_way, composition)
@@ -251,24 +251,6 @@ def dropped() -> tuple[float, float]:
 def test_recomputation_repeats_dropout(worlds):
     forward, backward = (sum(values) for values in zip(*worlds(2).run(dropped), strict=True))
     assert abs(forward - backward) < 1e-9 * abs(forward)
-
-
-def autocast() -> Result:
-    """Runs in bfloat16 by autocast, with float32 weights; backward is outside of autocast, as it should be."""
-    attend = USP.build(2)
-    layout = attend.layout(EVEN.length)
-    x, dout = (layout.take(tensor, attend.shard).float() for tensor in inputs(EVEN))
-    positions = layout.positions(attend.shard)
-    weights = Projected(8, 4, positions, EVEN.options).float()
-    x.requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = attend.projected(x, weights, mask=AttentionMask(), layout=layout)
-    assert out.dtype == torch.bfloat16
-    return {"positions": positions, **differentiated(out, dout.bfloat16(), x, weights)}
-
-
-def test_recomputation_runs_under_autocast(worlds):
-    assert not wrong(EVEN._replace(dtype=torch.bfloat16), worlds(4).run(autocast))
 
 
 # -- saved tensors ----------------------------------------------------------------------------------------------------
@@ -376,6 +358,7 @@ def twice_backward() -> bool:
     return all(map(torch.equal, first, torch.autograd.grad(loss, [x, *block.parameters()])))
 
 
+@pytest.mark.long
 def test_retained_graph_runs_backward_twice(worlds):
     assert all(worlds(4).run(twice_backward))
 
@@ -402,6 +385,7 @@ def bytes_of_both(ranks: int, todo: list[Heads]) -> list[tuple[tuple[int, int], 
     return [(bytes_sent(upipe, heads), bytes_sent(ulysses, heads)) for upipe, ulysses, heads in methods]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_forward_sends_as_much_as_ulysses_and_backward_at_most_both_of_its_phases(worlds, ranks):
     """A key/value head arrives once for all stages of its round, also if there are fewer than query heads per stage."""
