@@ -131,6 +131,14 @@ def test_other_types_than_models_raise(value):
         sum_gradients(value)
 
 
+def test_clipping_changes_no_gradient_below_the_limit():
+    layer = nn.Linear(2, 2)
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, 0.1)
+    assert clip_gradients(layer, 1.0).item() == pytest.approx(0.1 * 6**0.5)
+    assert all((parameter.grad == 0.1).all() for parameter in layer.parameters())
+
+
 def test_clipping_needs_a_gradient():
     with pytest.raises(ValueError, match="Linear has a gradient"):
         clip_gradients(nn.Linear(2, 2), 1.0)

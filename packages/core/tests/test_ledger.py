@@ -48,6 +48,14 @@ def test_the_table_matches_the_docstring():
     assert TABLE in cleandoc(CommLedger.__doc__ or "")
 
 
+def test_rows_have_the_messages_of_their_kind():
+    with CommLedger() as ledger:
+        CommLedger.add("ring", "p2p", 8, 3)
+        CommLedger.add("ring", "all_gather", 8, 1)
+    _, *rows = (line.split() for line in ledger.table().splitlines())
+    assert [(kind, messages) for _, kind, *_, messages in rows[:2]] == [("all_gather", "1"), ("p2p", "3")]
+
+
 def test_columns_are_wide_enough_for_a_run():
     with CommLedger() as ledger:
         CommLedger.add("ring", "p2p", 123_456_789_012, 1)
