@@ -156,7 +156,7 @@ COMMANDS = [
     ("prepare text.txt -o out --tokenizer binary.json", "binary.json: "),
     ("prepare text.txt -o out --tokenizer vocabulary.json", "vocabulary.json: "),
     ("prepare text.txt -o out --tokenizer no-end.json", "no-end.json: "),
-    ("prepare text.txt -o out --tokenizer bpe --vocab-size 1", "vocab_size"),
+    ("prepare text.txt -o out --tokenizer bpe --vocab-size 256", "vocab_size"),
     ("prepare text.txt -o out --tokenizer bpe --vocab-size -5", "vocab_size"),
     ("prepare text.txt -o out --tokenizer bpe --vocab-size 9999999999", "vocab_size"),
     ("prepare text.txt -o out --end-of-document x", "end_of_document='x'"),
