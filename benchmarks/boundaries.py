@@ -14,7 +14,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -30,7 +29,7 @@ from armillary.attention import AttentionMask, Ring
 from armillary.core.gradients import gradient_norm
 from armillary.core.parts import compat
 from armillary.data.console.units import count_argument
-from armillary.models import Llama, LlamaConfig, all_gather_interleaved, linear_token_loss, reduce_scatter_interleaved
+from armillary.models import all_gather_interleaved, reduce_scatter_interleaved
 
 TOKENS, EMBED, HEADS, KEY_HEADS, HEAD_DIM, WEIGHTS = 64, 64, 32, 8, 128, 20
 Call = Callable[[], object]
@@ -126,27 +125,6 @@ def sums(mesh: DeviceMesh) -> Iterator[Boundary]:
     yield "loss summed", lambda: torch.distributed.all_reduce(loss.clone(), group=flat.get_group()), as_dtensor
 
 
-def batch(ring: DeviceMesh) -> Iterator[Boundary]:
-    """From a rank's token ids and labels through a model of one block to its summed loss."""
-    attend = Ring(ring)
-    model = Llama(LlamaConfig(vocab_size=256, dim=EMBED, layers=1, heads=4, kv_heads=2, hidden_dim=128), attend)
-    layout, ids = attend.layout(4 * TOKENS), torch.zeros(1, TOKENS, dtype=torch.int64)
-    positions, weights = layout.positions(0), list(model.parameters())
-
-    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        head = partial(linear_token_loss, labels=labels)
-        return model(tokens, positions=positions, layout=layout, head=head)[0]
-
-    def as_dtensors() -> Tensor:
-        return loss(dtensor(ids, ring, Shard(1)), dtensor(ids, ring, Shard(1))).to_local()  # pyright: ignore[reportAttributeAccessIssue]
-
-    yield (
-        "batch to loss, one block",
-        forward_and_backward(lambda: loss(ids, ids), *weights),
-        forward_and_backward(as_dtensors, *weights),
-    )
-
-
 def microseconds(calls: int, *ways: Call) -> list[float]:
     """Median processor time of this thread for alternating calls, after a warm-up."""
     durations: list[list[float]] = [[] for _ in ways]
@@ -163,7 +141,7 @@ def measure(calls: int) -> list[dict[str, Any]]:
 
     def rows() -> list[dict[str, Any]]:
         mesh = mesh_of({"ring": 4, "tp": 2})
-        groups = batch(mesh["ring"]), interleaved(mesh["tp"]), between(mesh["tp"]), attention(mesh["ring"])
+        groups = interleaved(mesh["tp"]), between(mesh["tp"]), attention(mesh["ring"])
         table = list[dict[str, Any]]()
         for name, *ways in (boundary for group in (*groups, sums(mesh["ring", "tp"])) for boundary in group):
             local, global_ = microseconds(calls, *ways)

@@ -50,5 +50,5 @@ def test_labels_may_be_any_integers(dtype):
 def test_mismatched_shapes_are_refused():
     with pytest.raises(ValueError, match=r"got \(2, 3, 7\) and \(2, 4\)"):
         token_loss(torch.zeros(2, 3, 7), torch.zeros(2, 4).long())
-    with pytest.raises(ValueError, match=r"got \(6, 7\) and \(6,\)"):
+    with pytest.raises(ValueError, match=r"labels .*\[B, T\]; got .*\(6,\)"):
         token_loss(torch.zeros(6, 7), torch.zeros(6).long())

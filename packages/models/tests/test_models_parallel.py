@@ -1,7 +1,7 @@
 """Models on meshes: loss, gradients and weights after a step equal those of the plain model on one rank."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -12,21 +12,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from armillary.attention import AttentionMask, Method, Ring, build_attention
-from armillary.core import Axis
+from armillary.core import Axis, SequenceLayout
 from armillary.core.parts import compat
-from armillary.core.testing import mesh, relative_error
+from armillary.core.testing import Dispatched, mesh, relative_error
 from armillary.models import (
     GPT,
     Checkpointing,
     GPTConfig,
+    LabelTriples,
     Llama,
     LlamaConfig,
+    generate,
     initialize,
+    linear_argmax,
     linear_token_loss,
     parallelize,
+    token_logprobs,
+    token_loss,
 )
 from armillary.models.parallel import begin_micro_batch
 
@@ -194,6 +199,7 @@ GROUPS = {
         Case({"tp": 2, "ulysses": 2}, "ulysses", GROUPED, LAYER),
         Case({"replicate": 2, "ulysses": 2}, "upipe", LEARNED, LAYER, zero_stage=2),
         Case({"tp": 4}, "local", FEW_TIED, KEEP, sharded=False, tokens=13),
+        Case({"tp": 2, "ring": 2}, "ring", tokens=43),
     ],
     "2 ranks": [
         Case({"tp": 2}, "local", TIED, LAYER, sharded=False),
@@ -305,6 +311,45 @@ def test_mismatched_arguments_are_refused_on_every_rank_before_any_change(worlds
         )
         for pattern, message in zip(patterns, messages, strict=True):
             assert re.search(pattern, message), message
+
+
+def refused_dtensors() -> None:
+    """Models and losses name an argument that is a DTensor, before they send anything."""
+    over = mesh(ring=2, tp=2)
+    llama, gpt = build(LLAMA, torch.float32), build(LEARNED, torch.float32)
+    for model in (llama, gpt):
+        parallelize(model, over, attention=build_attention("ring", over), precision=None)
+
+    def placed(*shape: int, dtype: torch.dtype = torch.int64) -> DTensor:
+        return DTensor.from_local(torch.zeros(shape, dtype=dtype), over["ring"], [Shard(1 % len(shape))])
+
+    float_placed = partial(placed, dtype=torch.float32)
+    ids, some, hidden, weight = torch.zeros(1, 4).long(), torch.zeros(4).long(), torch.zeros(1, 4, 8), torch.zeros(9, 8)
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("ids", lambda: llama(placed(1, 4), layout=SequenceLayout.zigzag(8, 2))),
+        ("ids", lambda: gpt(placed(1, 4), positions=some)),
+        ("ids", lambda: llama.model(placed(1, 4), positions=some)),
+        ("ids", lambda: generate(llama, placed(1, 4), new_tokens=1)),
+        ("positions", lambda: llama(ids, positions=placed(4))),
+        ("logits", lambda: token_loss(float_placed(1, 4, 9), ids)),
+        ("labels", lambda: token_loss(torch.zeros(1, 4, 9), placed(1, 4))),
+        ("hidden", lambda: linear_token_loss(float_placed(1, 4, 8), weight, ids)),
+        ("labels", lambda: linear_token_loss(hidden, weight, placed(1, 4))),
+        ("hidden", lambda: linear_argmax(float_placed(1, 4, 8), weight, ids)),
+        ("labels", lambda: linear_argmax(hidden, weight, placed(1, 4))),
+        ("hidden", lambda: token_logprobs(float_placed(1, 4, 8), weight, ids)),
+        ("labels", lambda: token_logprobs(hidden, weight, placed(1, 4))),
+        ("positions", lambda: token_logprobs(hidden, weight, some, placed(4))),
+        ("weights", lambda: LabelTriples(some, some, float_placed(4), (1, 4))),
+    ]
+    for name, call in calls:
+        with Dispatched() as dispatched, pytest.raises(ValueError, match=rf"^{name} is a DTensor.* {name}\.to_local"):
+            call()
+        assert not dispatched.sent
+
+
+def test_dtensors_are_refused_by_name_before_communication(worlds):
+    worlds(4).run(refused_dtensors)
 
 
 def out_of_range_raises() -> list[bool]:

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from test_models_linear_loss import Allocations
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
@@ -100,28 +99,6 @@ def test_a_sharded_vocabulary_equals_one_rank(worlds, count):
         for rank in ranks:
             assert all(torch.equal(a, b) for a, b in zip(rank[case][0], ranks[0][case][0], strict=True))
             assert largest_error((rank[case][0], full), exact(*case, 1.0)) < 1e-13
-
-
-def errors_of_dtensors():
-    """Errors with DTensors of tokens, and the placements of the results."""
-    over, sharded = mesh(ring=2)["ring"], [Shard(1)]
-    hidden, weight, bias, labels, *_ = inputs(2, 8)
-    placed = distribute_tensor(hidden, over, sharded).requires_grad_()
-    logprobs, statistics = token_logprobs(
-        placed, weight, distribute_tensor(labels, over, sharded), bias=bias, statistics=True
-    )
-    logprobs.sum().full_tensor().backward()
-    expected = token_logprobs(hidden.requires_grad_(), weight, labels, bias=bias)
-    expected.sum().backward()
-    results = (logprobs, expected), (placed.grad, hidden.grad)
-    errors = [relative_error(actual.full_tensor(), full) for actual, full in results]
-    return errors, [x.placements for x in (logprobs, *statistics)]
-
-
-def test_results_keep_the_placements_of_tokens(worlds):
-    for errors, placements in worlds(2).run(errors_of_dtensors):
-        assert max(errors) < 1e-13
-        assert placements == [(Shard(1),)] * 4
 
 
 def test_bfloat16_is_summed_in_float32():

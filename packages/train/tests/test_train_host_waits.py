@@ -23,7 +23,6 @@ from armillary.core import Axis
 from armillary.core.parts import compat
 from armillary.data import ByteTokenizer, Document, TokenStore
 from armillary.models import Checkpointing
-from armillary.models.parallel import batch_mesh
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, Run, TrainConfig
 from armillary.train.config import model_config
 from armillary.train.parallel import data_mesh
@@ -122,7 +121,7 @@ def waits_of_a_step(config, **axes):
         store = TokenStore.of([Document("some", b"text of some length, " * 4)] * 40, ByteTokenizer())
         rows, _ = load_rows(config, [store], attention, 0)
         data, optimizer = Axis.of(data_mesh(mesh)), AdamW(sharded_model.parameters(), foreach=True)
-        run = Run(config, DEVICE, data, batch_mesh(mesh), sharded_model, optimizer, rows, rows)
+        run = Run(config, DEVICE, data, sharded_model, optimizer, rows, rows)
         train_step(run, 1, [next(rows) for _ in range(config.train.accumulation)])
     return waits.counts
 

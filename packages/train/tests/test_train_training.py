@@ -6,7 +6,6 @@ import resource
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from threading import current_thread
 from typing import Any
@@ -15,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.attention.call import spec
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
-from armillary.models import linear_token_loss
-from armillary.models.dtensors import tokens_dtensor
 from armillary.models.initialization import write
 from armillary.train import (
     Config,
@@ -40,7 +37,7 @@ from armillary.train import (
 from armillary.train.bad_steps import BadSteps
 from armillary.train.cli import main
 from armillary.train.runtime.health.stopping import StopSignal
-from armillary.train.step import StepResult, local_loss, train_step
+from armillary.train.step import StepResult, train_step
 from armillary.train.validation import validate
 
 
@@ -197,26 +194,6 @@ def test_bfloat16_keeps_weights_and_gradient_sums_in_float32_and_follows_float32
         assert torch.bfloat16 in gathered
     for losses, exact in worlds(2).run(losses_of, [half, small]):
         assert 1e-6 < largest_difference(losses, exact) < 1e-2
-
-
-def dtensor_placements(config: Config) -> tuple[tuple[Placement, ...], tuple[str, ...] | None] | None:
-    """Placements and mesh of a batch as DTensor, or None. Its loss must equal that of local tensors bitwise."""
-    run = prepare_run(config)
-    batch = run.training.batch(0)
-    tokens, labels = (tokens_dtensor(x, batch.layout, run.mesh) for x in (batch.tokens, batch.labels))
-    if not isinstance(tokens, DTensor):
-        return None
-    call = {"positions": batch.positions[0], "mask": run.mask(batch), "layout": batch.layout}
-    total, count = run.model(tokens, **call, head=partial(linear_token_loss, labels=labels))
-    assert all(map(torch.equal, (total.to_local(), count.to_local()), local_loss(run, batch)))
-    return tokens.placements, tokens.device_mesh.mesh_dim_names
-
-
-def test_batches_can_be_dtensors_if_shards_are_even(worlds, small):
-    config = replace(small, data=replace(small.data, sequence_length=48))
-    placements = worlds(4).run(dtensor_placements, on_mesh(config, shard=2, ring=2))
-    assert placements == [((Shard(0), Shard(1)), ("shard", "ring"))] * 4
-    assert worlds(4).run(dtensor_placements, on_mesh(small, ring=4)) == [None] * 4  # 50 tokens: 13, 13, 12, 12
 
 
 def test_float64_is_used_everywhere_and_meshes_agree(worlds, small):

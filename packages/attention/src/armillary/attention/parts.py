@@ -2,8 +2,6 @@
 # ruff: noqa: F401
 """Parts of attention that the packages above are built from."""
 
-from typing import TYPE_CHECKING
-
 from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.graph_calls import ProjectionParts
 from armillary.attention.call.recompute import RNGReplay, capture_autocast
@@ -36,14 +34,3 @@ from armillary.attention.kernels.limits import FAMILIES
 from armillary.attention.kernels.packing import Lengths
 from armillary.attention.mask.content import Documents
 from armillary.attention.post_training.segment_sum import segment_sum
-from armillary.core.parts import imported_at_first_use
-
-if TYPE_CHECKING:
-    from armillary.attention.call.dtensor_checks import check_sharded_tokens
-
-_SLOW_NAMES = {
-    "armillary.attention.call.dtensor_checks": ("check_sharded_tokens",),
-}
-"""Modules that need torch's DTensor, which takes seconds to import, and their names here."""
-
-__getattr__ = imported_at_first_use(__name__, _SLOW_NAMES)

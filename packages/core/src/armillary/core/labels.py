@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from armillary.core.devices import to_device
-from armillary.core.validation import check_tensor
+from armillary.core.validation import check_local
 
 
 class LabelTriples:
@@ -29,12 +29,13 @@ class LabelTriples:
         shape: (B, T), rows and tokens per row of this rank.
 
     Raises:
-        ValueError: tensors of other shapes or not on the CPU, positions out of range, labels below 0, invalid weights.
+        ValueError: DTensors, tensors of other shapes or not on the CPU, positions out of range, labels below 0, or
+            invalid weights.
     """
 
     def __init__(self, positions: Tensor, labels: Tensor, weights: Tensor, shape: tuple[int, int]) -> None:
         for name, x in {"positions": positions, "labels": labels, "weights": weights}.items():
-            check_tensor(name, x)
+            check_local(name, x)
         tensors = positions, labels, weights
         shapes, devices = [tuple(x.shape) for x in tensors], {x.device.type for x in tensors}
         if positions.ndim != 1 or len({*shapes}) > 1 or devices != {"cpu"}:

@@ -51,6 +51,7 @@ from armillary.core.validation import (
     boundaries_of,
     check_bool,
     check_choice,
+    check_local,
     check_tensor,
     count,
     documents_of,
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
         local_of,
         mesh_dim,
     )
-    from armillary.core.sequence import SEQUENCE_AXES, is_cut_by_dtensor, nested_sizes
+    from armillary.core.sequence import SEQUENCE_AXES, nested_sizes
 
 _SLOW_NAMES = {
     "armillary.core.placements": (
@@ -85,7 +86,6 @@ _SLOW_NAMES = {
     ),
     "armillary.core.sequence": (
         "SEQUENCE_AXES",
-        "is_cut_by_dtensor",
         "nested_sizes",
     ),
 }

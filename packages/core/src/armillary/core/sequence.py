@@ -1,7 +1,8 @@
 """Sequences as DTensors that are sharded by a layout: `distribute_sequence`, `sequence_from_local`, `gather_sequence`.
 
-    x = distribute_sequence(ids, layout, mesh["ring", "ulysses"])   # [B, N] on every rank -> Shard(1) over both axes
-    logits = gather_sequence(model(x), layout)                      # -> [B, N, V], in sequence order, on every rank
+    axes = mesh["ring", "ulysses"]
+    q, k, v = (distribute_sequence(x, layout, axes) for x in (q, k, v))   # [B, N, H, D] -> Shard(1) over both axes
+    out = gather_sequence(attend(q, k, v, layout=layout), layout)         # -> [B, N, H, D], in sequence order
 
 The DTensor's global view has the tokens in shard order: those of shard 0, then those of shard 1, and so on. This is
 sequence order only in a contiguous layout. torch's `full_tensor()` and `redistribute` do not know layouts and return
@@ -114,12 +115,6 @@ def sequence_from_local(
     shape[dim] = layout.length
     shape[0] *= prod(mesh.size(mesh_dim) for mesh_dim in row_dims)
     return from_local(x, mesh, placements, shape)
-
-
-def is_cut_by_dtensor(layout: SequenceLayout, mesh: DeviceMesh, axes: Sequence[str] | None = None) -> bool:
-    """Returns True if the layout's shards have the sizes of DTensor's chunks, as `distribute_sequence` requires."""
-    _, rank_layout, expected, _ = _resolve_axes(layout, mesh, None if axes is None else tuple(axes))
-    return rank_layout.sizes == expected
 
 
 def gather_sequence(

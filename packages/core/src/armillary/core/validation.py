@@ -16,6 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from armillary.core import compat
+
 MAX_COUNT = 2**53
 """Largest count in a file: more tokens or steps than any run has. JSON readers may round larger integers."""
 Window = tuple[int | None, int | None]
@@ -90,6 +92,13 @@ def check_tensor(name: str, value: object) -> None:
         raise ValueError(
             f"{name} is a nested tensor; pass its values packed, [1, tokens, ...], and documents= in the mask"
         )
+
+
+def check_local(name: str, value: object) -> None:
+    """Raises ValueError unless `value` is a dense local tensor."""
+    check_tensor(name, value)
+    if compat.is_dtensor(value):
+        raise ValueError(f"{name} is a DTensor; pass the local tensor of this rank, {name}.to_local()")
 
 
 def check_dim(name: str, x: Tensor, dim: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from armillary.attention import AttentionMask, Method, TokenProjections
 from armillary.attention.parts import over_all_ranks, sequence_axis
 from armillary.core import SequenceLayout, label, relayout
-from armillary.core.parts import compat
+from armillary.core.parts import check_local
 from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.projections import HeadProjections, ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
@@ -255,17 +255,17 @@ def checked_positions(ids: Tensor, positions: Tensor | None, layout: SequenceLay
     """Returns the positions [T] or [B, T] on the device of `ids`; by default 0 to T - 1, or the layout's.
 
     Raises:
-        ValueError: `ids` or positions are DTensors, `ids` do not have two dims, positions do not match the ids, or they
-            are missing although `layout` has several shards.
+        ValueError: `ids` or positions are not local tensors, `ids` do not have two dims, positions do not match the
+            ids, or they are missing although `layout` has several shards.
     """
-    if compat.is_dtensor(ids) or compat.is_dtensor(positions):
-        raise ValueError("ids or positions are a DTensor; pass it to the model: the decoder takes only local tensors")
+    check_local("ids", ids)
     if ids.ndim != 2:
         raise ValueError(f"ids must be [B, T]; got {tuple(ids.shape)}")
     if positions is None and layout is not None and layout.shards > 1:
         raise ValueError(f"positions are needed for a sequence in {layout.shards} shards: layout.positions(shard)")
     if positions is None:
         positions = torch.arange(ids.shape[1], device=ids.device) if layout is None else layout.positions(0)
+    check_local("positions", positions)
     if positions.shape not in (ids.shape, ids.shape[1:]) or positions.is_floating_point():
         description = f"{tuple(positions.shape)} of {positions.dtype}"
         raise ValueError(f"positions must be integers [T] or [B, T] for ids {tuple(ids.shape)}; got {description}")

@@ -13,10 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
-from armillary.core import Axis, SequenceLayout
+from armillary.core import SequenceLayout
 from armillary.models.block import AttentionFunction, Block, Decoder, HeadFunction
 from armillary.models.config import GPTConfig
-from armillary.models.dtensors import takes_dtensors
 from armillary.models.hub.pretrained import Pretrained
 from armillary.models.layers.projections import ProjectionModule
 
@@ -35,15 +34,12 @@ class GPT(Pretrained):
     """The embedding table is the head."""
     prepare_head: Callable[[HeadFunction, int], HeadFunction] | None = None
     """See `Llama.prepare_head`."""
-    tensor_axis: Axis | None = None
-    """See `Llama.tensor_axis`."""
 
     def __init__(self, config: GPTConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
         self.config = config
         self.transformer = Transformer(config, Local() if attention is None else attention)
 
-    @takes_dtensors
     def forward(
         self,
         ids: Tensor,

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local
-from armillary.core import Axis, SequenceLayout
+from armillary.core import SequenceLayout
 from armillary.models.block import AttentionFunction, Block, Decoder, HeadFunction
 from armillary.models.config import LlamaConfig
-from armillary.models.dtensors import takes_dtensors
 from armillary.models.hub.pretrained import Pretrained
 from armillary.models.layers.projections import ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
@@ -39,8 +38,6 @@ class Llama(Pretrained):
     prepare_head: Callable[[HeadFunction, int], HeadFunction] | None = None
     """Set by tensor parallelism, which shards the head's weight: turns the `head` of a call and its number of tokens
     into the function to call with sharded hidden states and weight."""
-    tensor_axis: Axis | None = None
-    """The axis of tensor parallelism (`tensor_parallel`), or None."""
 
     def __init__(self, config: LlamaConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
@@ -49,7 +46,6 @@ class Llama(Pretrained):
         # A tied head has no module of its own: `to_empty` would make two parameters of one with two names.
         self.lm_head = None if config.tied_embeddings else Head(config.dim, config.vocab_size)
 
-    @takes_dtensors
     def forward(
         self,
         ids: Tensor,
@@ -62,9 +58,7 @@ class Llama(Pretrained):
         """Token ids [B, T] -> logits [B, T, V].
 
         Args:
-            ids: the tokens of the sequence, or of one shard. Or a DTensor [B, N] of all tokens, such as
-                `distribute_sequence` returns: then logits are a DTensor with the same placements, and the sums that a
-                loss returns are `Partial` (see `dtensors.takes_dtensors`).
+            ids: the tokens of the sequence, or of one shard.
             positions: integers for RoPE: [T], or [B, T] if rows differ, such as positions within documents. Required
                 on a shard: `layout.positions(shard)`.
             mask: passed to attention; causal by default.
@@ -75,8 +69,8 @@ class Llama(Pretrained):
                 gathered the weight.
 
         Raises:
-            ValueError: `ids` do not have two dims, positions do not match them or are missing on a shard, or a DTensor
-                has other placements; the error names the expected ones.
+            ValueError: `ids` do not have two dims, positions do not match them or are missing on a shard, or `ids`
+                or `positions` is a DTensor (pass its `to_local()`).
         """
         hidden = self.model(ids, positions=positions, mask=mask, layout=layout)
         head = head if self.prepare_head is None else self.prepare_head(head, ids.shape[1])

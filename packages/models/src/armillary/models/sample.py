@@ -20,7 +20,7 @@ from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, Method
 from armillary.core import SequenceLayout, accumulation_dtype, start_all_gather
-from armillary.core.parts import integer, number
+from armillary.core.parts import check_local, integer, number
 from armillary.models.block import AttentionFunction, Block, run_plainly
 from armillary.models.gpt import GPT
 from armillary.models.layers.state_mixers import Recurrence, StateMixer
@@ -120,6 +120,7 @@ def stream(
 
 def check(model: Llama | GPT, blocks: Sequence[Block], ids: Tensor, new_tokens: int, mask: AttentionMask) -> None:
     """Raises ValueError for a prompt, a mask or a model that `stream` cannot continue."""
+    check_local("ids", ids)
     if ids.ndim != 2 or 0 in ids.shape or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"ids must be integers [B, N] with B and N above 0; got {tuple(ids.shape)} of {ids.dtype}")
     integer("new_tokens", new_tokens, 1)

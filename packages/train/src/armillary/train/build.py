@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import Method, build_attention
 from armillary.core import Axis, accumulation_dtype, build_mesh, start_process_group, world_size
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, load_pretrained, parallelize
-from armillary.models.parallel import batch_mesh
 from armillary.models.parts import meta_model, weight_map
 from armillary.train.checkpoint import check_output
 from armillary.train.config.check import check_config, check_log
@@ -90,7 +89,7 @@ def prepare(config: Config, device: torch.device) -> Run:
         load_pretrained(model, config.model.pretrained)
     optimizer = build_optimizer(model, config.optimizer)
     data_axis = Axis.of(data_mesh(mesh))  # all ranks that have different tokens
-    return Run(config, device, data_axis, batch_mesh(mesh), model, optimizer, training, validation)
+    return Run(config, device, data_axis, model, optimizer, training, validation)
 
 
 def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> DeviceMesh:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW
 
 from armillary.attention import AttentionMask
@@ -22,7 +21,6 @@ class Run:
 
     Args:
         data: axis of all ranks that hold different tokens of a step; losses and label counts are summed over it.
-        mesh: for your own DTensors of a batch (`models.dtensors.tokens_dtensor`). The trainer uses local tensors.
         training: yields this rank's micro-batches, one after the other.
         validation: micro-batches of held-out rows.
     """
@@ -30,7 +28,6 @@ class Run:
     config: Config
     device: torch.device
     data: Axis
-    mesh: DeviceMesh
     model: Llama | GPT
     optimizer: AdamW
     training: Batches

@@ -75,7 +75,7 @@ def _check(method: AttentionMethod, metadata: Mapping[str, Placed], options: Att
         raise ValueError(f"{descriptions}: all three must be placed alike on one mesh")
     if not len(q.shape) == len(k.shape) == len(v.shape) == 4:
         raise ValueError(f"{descriptions}: each needs 4 dims, [batch, tokens, heads, head dim]")
-    check_sharded_tokens("q", q, method, options.layout, (Shard(0), Shard(2), Replicate()))
+    _check_sharded_tokens("q", q, method, options.layout, (Shard(0), Shard(2), Replicate()))
     check_heads("q", q)
     check_heads("k", k)
     _check_shards(k, method, options.layout if options.key_layout is None else options.key_layout)
@@ -87,7 +87,7 @@ def _check_hidden(method: AttentionMethod, metadata: Mapping[str, Placed], layou
     """Checks x, the parameters of projections, and sinks. The parameters tell which axes shard heads."""
     x = metadata["x"]
     parameters = {name: parameter for name, parameter in metadata.items() if name not in ("x", "sinks")}
-    check_sharded_tokens("x", x, method, layout, (Shard(0), Replicate()))
+    _check_sharded_tokens("x", x, method, layout, (Shard(0), Replicate()))
     for name, parameter in parameters.items():
         _check_parameter(f"{name} of projections", parameter, x)
     if "sinks" in metadata:
@@ -130,9 +130,9 @@ def head_placements(x: Placed | DTensor, parameters: Iterable[Placed | DTensor])
     )
 
 
-def check_sharded_tokens(
+def _check_sharded_tokens(
     name: str,
-    x: Placed | DTensor,
+    x: Placed,
     method: AttentionMethod,
     layout: SequenceLayout | None,
     other_placements: Sequence[Placement],
@@ -184,7 +184,7 @@ def _sharding_axes(method: AttentionMethod) -> list[Axis]:
     return [axis for axis in method.axes if axis.size > 1]
 
 
-def _check_shards(x: Placed | DTensor, method: AttentionMethod, layout: SequenceLayout | None) -> None:
+def _check_shards(x: Placed, method: AttentionMethod, layout: SequenceLayout | None) -> None:
     """Raises ValueError unless the layout's shards have the sizes of DTensor's chunks."""
     if layout is None:  # `check_call` raises if the method needs one
         return

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from armillary.core import LabelTriples
+from armillary.core.parts import check_local
 from armillary.models.layers.interleaved import pad_to_multiple
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
@@ -85,10 +86,11 @@ def token_labels(labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> 
         ranks: R, over which tokens are interleaved.
 
     Raises:
-        ValueError: labels are not integers [B, T].
+        ValueError: labels are not a local tensor of integers [B, T].
     """
     if isinstance(labels, LabelTriples):
         return MultiLabels.of(labels, ranks)
+    check_local("labels", labels)
     if labels.is_floating_point() or labels.ndim != 2:
         raise ValueError(f"labels must be integers [B, T]; got {labels.dtype} {tuple(labels.shape)}")
     padded = pad_to_multiple(labels, ranks, ignore)

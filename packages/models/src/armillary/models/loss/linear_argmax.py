@@ -8,14 +8,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, start_all_gather
-from armillary.models.dtensors import sums_dtensors
 from armillary.models.layers.interleaved import all_gather_interleaved
 from armillary.models.loss.chunk_labels import token_labels
 from armillary.models.loss.linear_loss import check, loss_chunk_tokens
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
-@sums_dtensors
 @torch.no_grad()
 def linear_argmax(
     hidden: Tensor,
@@ -35,8 +33,9 @@ def linear_argmax(
     Bytes sent by each of R ranks, kind "all_gather": (R - 1) n E e for its n tokens, and (R - 1) 16 for each label.
 
     Raises:
-        ValueError: shapes or dtypes do not match, labels are not integers, `vocabulary` is missing with an axis, or the
-            number of rows is not this rank's part of it. Raised before any communication.
+        ValueError: `hidden` or `labels` is a DTensor (pass its `to_local()`), shapes or dtypes do not match, labels are
+            not integers, `vocabulary` is missing with an axis, or the number of rows is not this rank's part of it.
+            Raised before any communication.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
     check(hidden, weight, token_labels(labels, ignore).shape, None, None, ranks)

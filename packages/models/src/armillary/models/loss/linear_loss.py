@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.parts import autocast_enabled
 from armillary.core import Axis, LabelTriples
-from armillary.core.parts import compat
-from armillary.models.dtensors import sums_dtensors
+from armillary.core.parts import check_local, compat
 from armillary.models.loss.chunk_labels import SingleLabels, token_labels
 from armillary.models.loss.linear_chunks import LinearLoss, LinearLossSpec
 from armillary.models.loss.vocabulary_shard import VocabularyShard
@@ -26,7 +25,6 @@ from armillary.models.loss.vocabulary_shard import VocabularyShard
 Backend = Literal["own", "torch"]
 
 
-@sums_dtensors
 def linear_token_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -88,10 +86,10 @@ def linear_token_loss(
         and of its own rows of weight and bias. They need no sum over the axis.
 
     Raises:
-        ValueError: shapes or dtypes do not match, labels are not integers, `vocabulary` is missing with an axis, the
-            number of rows is not this rank's part of it, a label of triples is not below V, the chunk is below 1, or
-            the backend does not support the arguments. Raised before any communication. Other labels outside of the
-            vocabulary are reported as by `token_loss`.
+        ValueError: `hidden` or `labels` is a DTensor (pass its `to_local()`), shapes or dtypes do not match, labels are
+            not integers, `vocabulary` is missing with an axis, the number of rows is not this rank's part of it, a
+            label of triples is not below V, the chunk is below 1, or the backend does not support the arguments. Raised
+            before any communication. Other labels outside of the vocabulary are reported as by `token_loss`.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
     label_lookup = token_labels(labels, ignore, ranks)
@@ -184,6 +182,7 @@ def check(
     Args:
         label_shape: (B, T) of the labels of all ranks' tokens, with or without padding to a multiple of the ranks.
     """
+    check_local("hidden", hidden)
     rank_tokens = (*label_shape[:1], *(ceil(n / ranks) for n in label_shape[1:]))
     expected = rank_tokens, (weight.shape[0], hidden.shape[-1]), weight.shape[:1]
     actual = hidden.shape[:-1], weight.shape, weight.shape[:1] if bias is None else bias.shape

@@ -21,8 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, start_all_gather
-from armillary.core.parts import check_tensor, compat, phase
-from armillary.models.dtensors import sums_dtensors
+from armillary.core.parts import check_local, compat, phase
 from armillary.models.layers.interleaved import pad_to_multiple
 from armillary.models.loss.chunk_labels import MultiChunkLabels, gathered_index
 from armillary.models.loss.cross_entropy import pad_empty_shard
@@ -80,7 +79,6 @@ def token_logprobs(
 ) -> tuple[Tensor, TokenStatistics]: ...
 
 
-@sums_dtensors
 def token_logprobs(
     hidden: Tensor,
     weight: Tensor,
@@ -130,10 +128,11 @@ def token_logprobs(
         gets the gradients of its own tokens and of its own rows of weight and bias.
 
     Raises:
-        ValueError: shapes or dtypes do not match, labels or positions are not integers, a position is outside of the
-            B T tokens, the chunk is below 1, the temperature is not above 0, `vocabulary` is missing with an axis, or
-            the number of rows is not this rank's part of it. Raised before any communication. Labels outside of the
-            vocabulary are reported as by `token_loss`.
+        ValueError: `hidden`, `labels` or `positions` is a DTensor (pass its `to_local()`), shapes or dtypes do not
+            match, labels or positions are not integers, a position is outside of the B T tokens, the chunk is below 1,
+            the temperature is not above 0, `vocabulary` is missing with an axis, or the number of rows is not this
+            rank's part of it. Raised before any communication. Labels outside of the vocabulary are reported as by
+            `token_loss`.
     """
     ranks = 1 if axis is None else Axis.of(axis).size
     label_list = LabelList.of(labels, positions, ignore, hidden.shape, ranks)
@@ -186,7 +185,7 @@ class LabelList:
     @classmethod
     def of(cls, labels: Tensor, positions: Tensor | None, ignore: int, hidden: torch.Size, ranks: int) -> LabelList:
         """Checks and sorts the labels of a call. `hidden` is the shape of this rank's hidden states."""
-        check_tensor("labels", labels)
+        check_local("labels", labels)
         if labels.is_floating_point() or labels.ndim != (2 if positions is None else 1):
             accepted_shape = "[B, T]" if positions is None else "[M] beside positions"
             raise ValueError(f"labels must be integers {accepted_shape}; got {labels.dtype} {tuple(labels.shape)}")
@@ -196,7 +195,7 @@ class LabelList:
             positions = torch.arange(padded.numel(), device=labels.device)
             flat = padded.flatten().long()
             return cls((rows, padded.shape[1]), positions, flat, flat != ignore, None, None, ranks, tokens)
-        check_tensor("positions", positions)
+        check_local("positions", positions)
         if positions.is_floating_point() or positions.shape != labels.shape:
             raise ValueError(
                 f"positions must be integers like labels {tuple(labels.shape)}; got {positions.dtype} "

@@ -11,13 +11,12 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, LabelTriples, accumulation_dtype
-from armillary.models.dtensors import sums_dtensors
+from armillary.core.parts import check_local
 from armillary.models.loss.chunk_labels import TokenLabels, token_labels
 from armillary.models.loss.cross_entropy import cross_entropy_, pad_empty_shard, scale
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
-@sums_dtensors
 def token_loss(
     logits: Tensor,
     labels: Tensor | LabelTriples,
@@ -56,16 +55,18 @@ def token_loss(
         several ranks, or with triples, backward cannot be differentiated.
 
     Raises:
-        ValueError: shapes do not match, labels are not integers, `vocabulary` is missing with an axis, V_r is not this
-            rank's part of it, or a label of triples is not below V. Raised before any communication. Other labels
-            outside of the vocabulary are not checked on the host, which would have to wait for a GPU: torch's kernels
-            report them, on every rank.
+        ValueError: `logits` or `labels` is a DTensor (pass its `to_local()`), shapes do not match, labels are not
+            integers, `vocabulary` is missing with an axis, V_r is not this rank's part of it, or a label of triples is
+            not below V. Raised before any communication. Other labels outside of the vocabulary are not checked on the
+            host, which would have to wait for a GPU: torch's kernels report them, on every rank.
     """
+    check_local("logits", logits)
+    label_lookup = token_labels(labels, ignore)
     if logits.ndim != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(
             f"logits [B, T, V] and labels [B, T] are needed; got {tuple(logits.shape)} and {tuple(labels.shape)}"
         )
-    shard, label_lookup = VocabularyShard.of(logits.shape[-1], axis, vocabulary), token_labels(labels, ignore)
+    shard = VocabularyShard.of(logits.shape[-1], axis, vocabulary)
     if shard.alone and isinstance(labels, Tensor):
         return unsharded_loss(logits.flatten(0, 1), labels.flatten().long(), ignore, z_loss), label_lookup.count
     label_lookup.check(shard)

@@ -1,6 +1,5 @@
 """Parallelism of a plain model, applied from outside."""
 
-from armillary.models.dtensors import batch_mesh
 from armillary.models.parallel.fsdp import ZeroStage, begin_micro_batch, shard_parameters
 from armillary.models.parallel.parallelize import parallelize
 from armillary.models.parallel.tensor import tensor_parallel
@@ -8,7 +7,6 @@ from armillary.models.parameter_shards import local_part
 
 __all__ = [
     "ZeroStage",
-    "batch_mesh",
     "begin_micro_batch",
     "local_part",
     "parallelize",

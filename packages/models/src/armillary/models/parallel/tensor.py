@@ -54,7 +54,6 @@ def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
         return
     styles = styles_for(model, Axis.of(axis))
     parallelize_module(model, axis, styles)
-    model.tensor_axis = Axis.of(axis)
     model.prepare_head = partial(sharded_head, axis, model.config.vocab_size)
 
 
