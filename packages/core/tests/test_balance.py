@@ -202,24 +202,3 @@ def test_mask_and_equal_terms_give_equal_layouts():
     layout = SequenceLayout.balanced(64, 4, window=window, documents=ends)
     assert SequenceLayout.balanced(64, 4, mask=mask) == layout
     assert attention_balance(layout, mask=mask) == attention_balance(layout, window=window, documents=ends)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"documents": [0, 5]}, r"0 .*8"),
-        ({"documents": []}, r"0 .*8"),
-        ({"documents": [[0, 8], []]}, r"0 .*8"),
-        ({"documents": [0, 5, 5, 8]}, r"0 .*8"),
-        ({"window": (-1, 0)}, r"window \(-1, 0\)"),
-        ({"mask": Mask(), "causal": False}, r"mask=.*causal.*window.*documents"),
-        ({"mask": Mask(), "window": (1, 0)}, r"mask=.*causal.*window.*documents"),
-        ({"mask": Mask(), "documents": [0, 8]}, r"mask=.*causal.*window.*documents"),
-        ({"mask": "causal"}, r"mask.*str"),
-    ],
-)
-def test_invalid_masks_raise(options, message):
-    with pytest.raises(ValueError, match=message):
-        SequenceLayout.balanced(8, 2, **options)
-    with pytest.raises(ValueError, match=message):
-        attention_balance(SequenceLayout.zigzag(8, 2), **options)

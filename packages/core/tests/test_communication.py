@@ -48,32 +48,6 @@ def test_a_mesh_has_all_axes_innermost_last(worlds):
     assert facts[5] == (AXES, 0, 1, [5, 7], [4, 5])
 
 
-def refused(**axes: int) -> str:
-    with pytest.raises(ValueError) as error:
-        build_mesh("cpu", **axes)
-    return str(error.value)
-
-
-def both_refused() -> tuple[str, str]:
-    return refused(ring=2, ulysses=3), refused(ring=0)
-
-
-def test_wrong_axis_product_raises_on_every_rank_with_the_numbers(worlds):
-    expected = "ring 2 x ulysses 3 x tp 1 = 6 ranks, but 4 are running; make the axes multiply to 4 or start 6"
-    for product_wrong, none in worlds(4).run(both_refused):
-        assert expected in product_wrong and "axis ring=0" in none
-
-
-def two_axes() -> str:
-    with pytest.raises(ValueError) as error:
-        Axis.of(mesh(ring=2, ulysses=2)["ring", "ulysses"])
-    return str(error.value)
-
-
-def test_a_primitive_takes_one_axis(worlds):
-    assert re.search(r"2 \(ring, ulysses\).*mesh\['ring'\]", worlds(4).run(two_axes)[0])
-
-
 def duplicates() -> tuple[bool, bool, list[int]]:
     axis = Axis.of(mesh(ring=4)["ring"])
     same_axis = Axis.of(mesh(ring=4)["ring"])

@@ -25,7 +25,7 @@ from armillary.core import (
     start_scatter_parts,
 )
 from armillary.core.parts import chunk_sizes
-from armillary.core.testing import mesh, relative_error, value_errors
+from armillary.core.testing import mesh, relative_error
 
 EXACT = 1e-12
 B, H, D = 2, 6, 4
@@ -351,55 +351,6 @@ def test_second_derivatives_are_right_or_refused(worlds):
     assert worlds(2).run(twice) == [(True, True)] * 2
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
-def refused() -> list[str]:
-    built = mesh(ring=2, ulysses=2)
-    axis = built["ulysses"]
-    x, lse = torch.zeros(B, 4, H, D), torch.zeros(B, 4, H)
-    return value_errors(
-        [
-            lambda: seq_to_head(x, built["ring", "ulysses"]),
-            lambda: seq_to_head(x[0], axis),
-            lambda: seq_to_head(x, axis, sizes=(4, 4, 4)),
-            lambda: seq_to_head(x, axis, sizes=(5, 5)),
-            lambda: seq_to_head(x, axis, heads=[range(3)]),
-            lambda: seq_to_head(x, axis, heads=[range(3, 6), range(3)]),
-            lambda: seq_to_head(x, axis, heads=[range(2), range(3, 6)]),
-            lambda: seq_to_head(x, axis, heads=[range(3), range(3, 5)]),
-            lambda: head_to_seq(x[:, :3], axis),
-            lambda: head_to_seq(x, axis, heads=[range(5), range(5, 10)]),
-            lambda: all_gather(x, axis, dim=4),
-            lambda: reduce_scatter(x, axis, sizes=(2, 3)),
-            lambda: merge_scatter(x, lse[:, :3], axis),
-            lambda: merge_scatter(x.bfloat16(), lse.bfloat16(), axis),
-        ]
-    )
-
-
-def test_mismatched_arguments_raise_with_the_numbers(worlds):
-    expected = [
-        "one mesh axis is needed, got 2 (ring, ulysses)",
-        "x (4, 6, 4) needs 4 dims",
-        "sizes (4, 4, 4): one for each of the 2 ranks of axis 'ulysses'",
-        "x (2, 4, 6, 4) must have 5 tokens on dim 1: sizes are (5, 5)",
-        "heads [range(0, 3)]: one range for each of the 2 ranks",
-        "from 0 on, in order and without gaps",
-        "from 0 on, in order and without gaps",
-        "end at 5; there are 6 heads",
-        "3 tokens are not divisible by the 2 ranks of axis 'ulysses'; pass sizes=",
-        "has 6 heads; rank",
-        "x (2, 4, 6, 4) has no dim 4; its dims are 0..3",
-        "must have 5 tokens on dim 1: sizes are (2, 3)",
-        "lse (2, 3, 6) in torch.float32 do not fit together; lse must be (2, 4, 6) in torch.float32",
-        "lse must be (2, 4, 6) in torch.float32",
-    ]
-    for actual in worlds(4).run(refused):
-        for message, part in zip(actual, expected, strict=True):
-            assert part in message
-
-
 # -- DTensors ---------------------------------------------------------------------------------------------------------
 
 
@@ -523,52 +474,3 @@ def merges_dtensors() -> list[float]:
 
 def test_merging_dtensors(worlds):
     assert all(max(actual) == 0.0 for actual in worlds(8).run(merges_dtensors))
-
-
-def refused_dtensors() -> list[str]:
-    whole_mesh = mesh(ring=2, ulysses=2, tp=2)
-    three, ring, ulysses = whole_mesh["ring", "ulysses", "tp"], whole_mesh["ring"], whole_mesh["ulysses"]
-
-    def of(placements: list[object], tokens: int = 8, heads: int = 8) -> DTensor:
-        return distribute_tensor(torch.zeros(B, tokens, heads, D), three, placements)  # type: ignore[arg-type]
-
-    pending = DTensor.from_local(torch.zeros(B, 4, 4, D), three, [Shard(1), Shard(1), Partial()])
-    partial = DTensor.from_local(torch.zeros(B, 8, 8, D), three, [Replicate(), Partial(), Replicate()])
-    lse = DTensor.from_local(torch.zeros(B, 8, 8), three, [Replicate(), Partial(), Replicate()])
-    return value_errors(
-        [
-            lambda: seq_to_head(of([Shard(1), Replicate(), Shard(2)]), ulysses),
-            lambda: head_to_seq(of(PLACED), ulysses),
-            lambda: all_gather(of([Shard(1), Shard(0), Shard(2)]), ulysses),
-            lambda: seq_to_head(pending, ulysses),
-            lambda: seq_to_head(of(PLACED), ring),
-            lambda: seq_to_head(of(PLACED), whole_mesh["shard"]),
-            lambda: seq_to_head(of(PLACED), mesh(shard=2, ulysses=4)["ulysses"]),
-            lambda: seq_to_head(of(PLACED, tokens=10), ulysses, sizes=(2, 3)),
-            lambda: seq_to_head(of(PLACED), ulysses, heads=[range(1), range(1, 4)]),
-            lambda: seq_to_head(of(PLACED, heads=6), ulysses),
-            lambda: merge_scatter(partial, lse, ulysses),
-            lambda: merge_scatter(partial, lse.to_local(), ulysses),
-        ]
-    )
-
-
-def test_wrong_placements_raise_by_name(worlds):
-    expected = [
-        "x is Replicate() on axis 'ulysses' of DTensor [2, 8, 8, 4] over (ring Shard(dim=1), ulysses Replicate(), "
-        "tp Shard(dim=2)); it must be Shard(dim=1) there",
-        "must be Shard(dim=2) there",
-        "x is Shard(dim=0) on axis 'ulysses'",
-        "x is Partial(sum) on axis 'tp'",
-        "dim 1 of x is sharded over axis 'ulysses' inside axis 'ring'",
-        "axis 'shard' is not one of them",
-        "axis 'ulysses' of the DTensor's mesh is over other ranks than",
-        "sizes (2, 3) over axis 'ulysses' are not the shards of a DTensor, which cuts 5 as (3, 2)",
-        "heads (1, 3) over axis 'ulysses' are not the shards of a DTensor, which cuts 4 as (2, 2)",
-        "6 heads of DTensor",
-        "it must be LogSumExpPartial(packed=False) there",
-        "one of out and lse is a DTensor and the other is not",
-    ]
-    for actual in worlds(8).run(refused_dtensors):
-        for message, part in zip(actual, expected, strict=True):
-            assert part in message

@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from armillary.core import (
-    CommLedger,
     LogSumExpPartial,
     all_gather,
     head_to_seq,
@@ -138,7 +137,7 @@ def test_redistributing_packed_partials_merges_them(worlds):
 
 
 def unusual_sizes() -> list[bool]:
-    """Shards of other sizes than DTensor's: DTensors raise before any communication, local tensors are accepted."""
+    """Compares the primitives on local tensors whose sizes are not those of a DTensor's shards."""
     axis, sizes = mesh(ring=4)["ring"], (3, 3, 2, 2)
     full, actual = random(0, 2, 10, 4, 3), list[bool]()
     local = full.split(list(sizes), 1)[axis.get_local_rank()]
@@ -149,10 +148,6 @@ def unusual_sizes() -> list[bool]:
         (head_to_seq, full[:, :, axis.get_local_rank() :][:, :, :1], local),
     ):
         actual.append(close(call(x, axis, sizes=sizes), expected))
-        before, _ = REDISTRIBUTIONS[call.__name__](1)
-        with CommLedger() as ledger, pytest.raises(ValueError, match=r"\(3, 3, 2, 2\) .* cuts 10 as \(3, 3, 3, 1\)"):
-            call(place(full, axis, [before]), axis, sizes=sizes)
-        actual.append(ledger.bytes() == 0)
     return actual
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.core import CommLedger, SequenceLayout, distribute_sequence, gather_sequence, sequence_from_local
@@ -48,48 +48,6 @@ def test_sizes_over_several_axes_are_split_axis_by_axis():
 def chunks(values: list[int], count: int) -> list[list[int]]:
     actual = [part.tolist() for part in torch.tensor(values).chunk(count)] if values else []
     return actual + [[]] * (count - len(actual))
-
-
-def refusals(ranks: DeviceMesh) -> list[tuple[object, str]]:
-    ring, usp = ranks["ring"], ranks["ring", "ulysses"]
-    ids, layout, two = torch.zeros(2, 16, 3), SequenceLayout.zigzag(16, 4), SequenceLayout.zigzag(16, 2)
-    x, ten, nine = distribute_sequence(ids, layout, ring), SequenceLayout.zigzag(10, 4), SequenceLayout.contiguous(9, 4)
-    uneven, of_one = SequenceLayout([[range(6)], [range(6, 16)]]), [[range(i, i + 1)] for i in range(3)]
-    square = DTensor.from_local(torch.zeros(16, 16), ring, [R])
-    return [
-        (lambda: distribute_sequence(ids[:, :10], ten, ring), r"\(3, 3, 2, 2\) over axis 'ring' .* \(3, 3, 3, 1\)"),
-        (lambda: distribute_sequence(ids[:, :9], nine, ring), r"\(3, 2, 2, 2\) over axis 'ring' .* \(3, 3, 3, 0\)"),
-        (lambda: distribute_sequence(ids, uneven, ranks["ulysses"]), r"\(6, 10\).*cuts 16 as \(8, 8\)"),
-        (lambda: distribute_sequence(ids, two, usp), "the layout has 2 shards; axis ring x ulysses has 4 x 2 ranks"),
-        (lambda: distribute_sequence(ids, two, ring), "the layout has 2 shards; axis ring has 4 ranks"),
-        (lambda: distribute_sequence(ids, layout, ring, dim=0), r"\(2, 16, 3\) has 2 tokens; the layout has 16"),
-        (lambda: distribute_sequence(ids, layout, ring, dim=3), "has no dim 3; its dims are 0..2"),
-        (lambda: distribute_sequence(ids, layout, ring, dim=1.0), "dim=1.0: an integer"),
-        (lambda: distribute_sequence(ids.numpy(), layout, ring), "x is a ndarray; a tensor is needed"),
-        (lambda: distribute_sequence(x, layout, ring), "x is a DTensor"),
-        (lambda: distribute_sequence(ids, [4] * 4, ring), "layout is a list; a SequenceLayout"),
-        (lambda: distribute_sequence(ids, layout, None), "mesh is a NoneType; a DeviceMesh"),
-        (lambda: distribute_sequence(ids, layout, usp, axes=["ulysses", "ring"]), "outermost first"),
-        (lambda: distribute_sequence(ids, layout, usp, axes=["cp"]), r"\('cp',\) are not some of the mesh's, \('ring'"),
-        (lambda: distribute_sequence(ids, layout, usp, axes=[]), "are not some of the mesh's"),
-        (lambda: sequence_from_local(ids[:, :3], ten, ring), r"\(3, 3, 2, 2\) over axis 'ring' .* \(3, 3, 3, 1\)"),
-        (lambda: sequence_from_local(ids[:, :5], layout, ring), r"\(2, 5, 3\) has 5 tokens; shard 0 has 4"),
-        (lambda: sequence_from_local(ids[:, :4], layout, ring, rows=["shard"]), "rows are dim 0, over axes of .'ring'"),
-        (lambda: sequence_from_local(ids[:, :4], layout, ring, dim=3), "has no dim 3; its dims are 0..2"),
-        (lambda: gather_sequence(ids, layout), "x is a Tensor; a DTensor is needed"),
-        (lambda: gather_sequence(x, SequenceLayout.zigzag(8, 4)), "which dim of DTensor .* has the 8 tokens"),
-        (lambda: gather_sequence(x, layout, dim=0), "has 2 tokens; the layout has 16"),
-        (lambda: gather_sequence(square, layout), "pass dim="),
-        (lambda: gather_sequence(x, SequenceLayout([*of_one, [range(3, 16)]])), r"\(1, 1, 1, 13\).*\(4, 4, 4, 4\)"),
-    ]  # fmt: skip
-
-
-def test_mismatched_arguments_raise_with_accepted_values(fake_mesh):
-    ranks = fake_mesh(ring=4, ulysses=2)
-    for call, message in refusals(ranks):
-        with CommLedger() as ledger, pytest.raises(ValueError, match=message):
-            call()
-        assert ledger.bytes() == 0
 
 
 def test_sequence_is_sharded_over_the_expected_axes(fake_mesh):
