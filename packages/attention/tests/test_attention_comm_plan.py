@@ -395,48 +395,7 @@ def test_inner_plans_of_uneven_heads_run_concurrently():
         assert [pairs // 3 for pairs in step.pairs[::2]] == [pairs // 2 for pairs in step.pairs[1::2]]
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "options", "words"),
-    [
-        ("ring", (4, 1), {"team": 2}, "ring.*team=2.*wallfacer"),
-        ("usp", (4, 2), {"placement": "p2p_intra"}, "usp.*placement='p2p_intra'.*wallfacer"),
-        ("token_ring", (4, 1), {"backward": "keys"}, "backward='keys'.*ring.*wallfacer"),
-        ("usp", (4, 2), {"heads_per_stage": 2}, "usp.*heads_per_stage=2.*upipe"),
-        ("wallfacer", (4, 1), {"team": 3}, "team=3.*4.*1, 2"),
-        ("wallfacer", (4, 1), {"placement": "near"}, "placement='near'.*collect_intra, p2p_intra"),
-        ("ring", (4, 1), {"backward": "values"}, "backward='values'.*auto, keys, queries"),
-        ("upipe+ring", (4, 2), {"heads_per_stage": 3}, "heads_per_stage=3.*2"),
-        ("usp", (4, 16), {}, "8 .*16 "),
-        ("ring", (4, 2), {}, "ring.*'ulysses'.*2 "),
-        ("ring", (2, 1), {}, "layout.*4 .*2 "),
-        ("rings", (4, 1), {}, "'rings'"),
-    ],
-)
-def test_invalid_plans_are_refused(name, ranks, options, words):
-    with pytest.raises(ValueError, match=words):
-        build_comm_plan(name, work_of(8), *ranks, **options)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("ring", {"team": 2}),
-        ("ulysses", {"backward": "keys"}),
-        ("token_ring", {"placement": "p2p_intra"}),
-        ("all_gather", {"heads_per_stage": 2}),
-    ],
-)
-def test_unknown_options_of_methods_raise(worlds, name, options):
-    worlds(1).run(refused, name, options)
-
-
-def refused(name: str, options: dict) -> None:
-    ((option, value),) = options.items()
-    with pytest.raises(ValueError, match=f"{name} takes no {option}={value!r}"):
-        build_attention(name, mesh(), **options)
+# -- options of methods -----------------------------------------------------------------------------------------------
 
 
 def test_methods_are_built_with_their_options(worlds):
@@ -452,10 +411,3 @@ def build_with_options() -> tuple:
         facer.teams.team_size,
         build_attention("ring", axes, backward="keys").backward_side,
     )
-
-
-def test_k_must_divide_h_and_layouts_match():
-    with pytest.raises(ValueError, match=r"8 .*3"):
-        work_of(3)
-    with pytest.raises(ValueError, match=r"4 .*2"):
-        replace(work_of(8), key_layout=SequenceLayout.zigzag(32, 2))

@@ -213,11 +213,9 @@ def test_sinks_of_projections_in_stages_are_in_the_graph(shape):
 @pytest.mark.parametrize(
     ("sinks", "projected"),
     [
-        (torch.zeros(()), False),
         (torch.zeros(3, 1), False),
         (torch.zeros(H, dtype=torch.long), False),
         (torch.zeros(3), True),
-        (torch.zeros(2, 1, H), True),
     ],
 )
 def test_sinks_of_wrong_shape_raise(sinks, projected):
@@ -310,17 +308,12 @@ def test_lse_may_be_returned_and_has_no_gradient(compiled):
         torch.autograd.grad((out, lse), q, (dout, torch.ones_like(lse)))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_invalid_softcaps_and_kernels_raise(compiled):
+def test_a_compiled_call_refuses_a_softcap_of_zero():
     torch._dynamo.reset()
     attend, q = Local(), torch.randn(1, 4, 2, 8)
-
-    def call(**options) -> Tensor:
-        return attend(q, q, q, mask=MASKS[0], **options)
-
-    function = torch.compile(call, backend="aot_eager") if compiled else call
+    compiled = torch.compile(lambda: attend(q, q, q, mask=MASKS[0], softcap=0.0, kernel="dense"), backend="aot_eager")
     with pytest.raises(ValueError, match=r"softcap 0.0"):
-        function(softcap=0.0, kernel="dense")
+        compiled()
 
 
 def test_unregistered_kernel_runs_outside_of_graphs():

@@ -1,4 +1,4 @@
-"""Tensors of `attn_mask` become masks with the same pairs; other tensors are refused by name."""
+"""Tensors of `attn_mask` become masks with the same pairs."""
 
 import pytest
 import torch
@@ -77,31 +77,6 @@ def test_shapes_dtypes_and_rows():
 
 
 CAUSAL = dense(MASKS["causal"])
-REFUSED = {
-    "a shard's": (CAUSAL[:10, :10], "40"),
-    "a shard's queries": (CAUSAL[:10], "40"),
-    "heads": (torch.stack([CAUSAL, CAUSAL.T])[None], "heads"),
-    "rows": (CAUSAL.expand(3, 1, -1, -1), "3 rows.*2"),
-    "bias": (torch.where(CAUSAL, 0.5, -torch.inf), r"bias.*0\.5"),
-    "not a number": (torch.where(CAUSAL, 0.0, torch.nan), "bias.*nan"),
-    "learned": (torch.zeros(LENGTH, LENGTH, requires_grad=True), "gradient"),
-    "integers": (CAUSAL.long(), "torch.int64"),
-    "all keys hidden alike": (torch.full((LENGTH, LENGTH), torch.finfo(torch.float32).min), "alike"),
-    "five dims": (CAUSAL[None, None, None], "sequence"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_masks_of_other_sequences_are_refused(name):
-    attn_mask, messages = REFUSED[name]
-    with pytest.raises(ValueError, match=messages) as refused:
-        mask_of_tensor(attn_mask, 2, LENGTH)
-    assert "AttentionMask" in str(refused.value)
-
-
-def test_too_many_slices_are_refused():
-    with pytest.raises(ValueError, match="more than 16384 slices"):
-        mask_of_tensor(torch.rand(400, 400, generator=torch.Generator().manual_seed(0)) > 0.5, 1, 400)
 
 
 # -- calls ------------------------------------------------------------------------------------------------------------
@@ -120,25 +95,6 @@ def test_tensors_and_mask_values_give_equal_results(name):
     torch.testing.assert_close(attended(attn_mask=dense(OTHERS[name])), expected, rtol=0, atol=1e-12)
     messages = attended(mask=OTHERS[name], is_causal=name != "blocks")
     torch.testing.assert_close(messages, expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"attn_mask": CAUSAL, "is_causal": True}, "beside is_causal"),
-        ({"attn_mask": CAUSAL, "documents": DOCUMENTS}, "beside documents"),
-        ({"attn_mask": CAUSAL, "mask": AttentionMask()}, "beside mask"),
-        ({"mask": AttentionMask()}, "is_causal=False, but"),
-        ({"mask": AttentionMask(causal=False), "is_causal": True}, "is_causal=True, but"),
-        ({"mask": AttentionMask(), "documents": DOCUMENTS}, "documents.*mask"),
-        ({"mask": AttentionMask(documents=(0, LENGTH)), "documents": DOCUMENTS}, "documents.*mask.*documents"),
-        ({"mask": AttentionMask(documents=(0, 7))}, "end at 7"),
-        ({"mask": "causal"}, "mask.*str.*AttentionMask"),
-    ],
-)
-def test_contradictory_masks_raise(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        attended(**arguments)
 
 
 def test_tensor_is_read_once():

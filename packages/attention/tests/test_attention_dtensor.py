@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from armillary.attention import AttentionMask, Local, Method, Ring, TokenRing, Ulysses, reference_attention
 from armillary.core import CommLedger, SequenceLayout
-from armillary.core.testing import mesh, relative_error, value_errors
+from armillary.core.testing import mesh, relative_error
 from armillary.core.testing.dtensors import place
 
 EXACT = 1e-10
@@ -187,70 +187,6 @@ def axis_names() -> list[list[str]]:
 
 def test_axes_of_a_method_are_outermost_first(worlds):
     assert worlds(4).run(axis_names)[0] == [[], ["ring"], ["ulysses"], ["ring", "ulysses"]]
-
-
-def refused() -> list[str]:
-    built = mesh(ring=2, ulysses=2, tp=2)
-    three = built["ring", "ulysses", "tp"]
-    usp, ring = build("usp", built), build("ring", built)
-    placed = [TOKENS, TOKENS, HEADS]
-
-    def of(placements: list[Placement], length: int = 16, heads: int = H, over: DeviceMesh = three) -> DTensor:
-        return distribute_tensor(torch.zeros(B, length, heads, D), over, placements)
-
-    def call(attend: Method, *qkv: Tensor, length: int = 16, **options: Any) -> Callable[[], object]:
-        layout = attend.layout(length, kind="contiguous")
-        return lambda: attend(*qkv, mask=AttentionMask(), layout=layout, **options)
-
-    x, rows = of(placed), [TOKENS, Replicate(), HEADS]
-    four = mesh(ring=4, tp=2)
-    ten = of([TOKENS, HEADS], length=10, over=four["ring", "tp"])
-    calls = [
-        call(usp, x, x.to_local(), x),
-        call(usp, x, x, of(rows)),
-        call(usp, *[of(rows)] * 3),
-        call(usp, *[of([Replicate(), TOKENS, HEADS])] * 3),
-        call(ring, *[x] * 3),
-        call(usp, *[of([TOKENS, TOKENS, Shard(3)])] * 3),
-        call(usp, *[of(placed, heads=3)] * 3),
-        call(usp, x, *[of(placed, heads=1)] * 2),
-        call(build("ring", four), *[ten] * 3, length=10),
-        call(usp, *[x] * 3, length=20),
-        call(usp, *[x] * 3, sinks=distribute_tensor(torch.zeros(H), three, [Replicate()] * 3)),
-        call(usp, *[x] * 3, sinks=distribute_tensor(torch.zeros(2, H), three, [Replicate(), Replicate(), Shard(0)])),
-        call(
-            usp, *[x] * 3, sinks=distribute_tensor(torch.zeros(2, H - 2), three, [Replicate(), Replicate(), Shard(1)])
-        ),
-        call(build("usp", mesh(ring=4, ulysses=2)), *[x] * 3),
-        call(usp, *[x.to_local()] * 3, sinks=distribute_tensor(torch.zeros(H), three, [Replicate()] * 3)),
-    ]
-    return value_errors(calls)
-
-
-def test_mismatched_arguments_raise_by_name_on_every_rank(worlds):
-    parts = [
-        "q, k, v are DTensor, local, DTensor; pass all three as DTensors or all as local tensors",
-        "all three must be placed alike on one mesh",
-        "q is Replicate() on axis 'ulysses' of DTensor [2, 16, 8, 16] over (ring Shard(dim=1), ulysses Replicate(), "
-        "tp Shard(dim=2)); it must be Shard(dim=1) there",
-        "q is Replicate() on axis 'ring'",
-        "q is Shard(dim=1) on axis 'ulysses' of DTensor [2, 16, 8, 16] over (ring Shard(dim=1), ulysses Shard(dim=1), "
-        "tp Shard(dim=2)); tokens are sharded over axes ['ring'], and other axes accept",
-        "q is Shard(dim=3) on axis 'tp'",
-        "q is DTensor [2, 16, 3, 16]",
-        "k is DTensor [2, 16, 1, 16]",
-        "the layout's shards (3, 3, 2, 2) over axis 'ring' are not the shards of a DTensor, which cuts 10 as "
-        "(3, 3, 3, 1)",
-        "cuts 16 as (4, 4, 4, 4)",
-        "with q DTensor",
-        "must be [Replicate(), Replicate(), Shard(dim=1)]",
-        "sinks (2, 3)",
-        "over other ranks than",
-        "q, k, v are local, local, local; sinks are a DTensor; pass all three",
-    ]
-    for actual in worlds(8).run(refused):
-        for message, part in zip(actual, parts, strict=True):
-            assert part in message
 
 
 PLACEMENTS: tuple[Placement, ...] = (Replicate(), Shard(0), Shard(1), Shard(2), Partial())

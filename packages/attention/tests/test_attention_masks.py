@@ -134,21 +134,6 @@ def test_positions_are_depths_in_trees_and_offsets_in_other_documents(kind):
             assert actual.dtype == torch.long and torch.equal(actual, depths(of_row, length) - starts), (mask, row)
 
 
-def test_wrong_sequence_length_raises_in_every_method():
-    masks_of_all_kinds = [
-        AttentionMask.tree((0, 2, 5), (-1, 0)),
-        AttentionMask.prefix((0, 5), (2,)),
-        AttentionMask(documents=(0, 5)),
-    ]
-    masks_of_all_kinds += [AttentionMask.blocks([[True]], 8, 5), AttentionMask.chunked(2, (0, 3, 5))]
-    masks_of_all_kinds += [AttentionMask.rows([mask]) for mask in masks_of_all_kinds]
-    for mask in masks_of_all_kinds:
-        for method in (mask.slices, mask.pairs, mask.positions):
-            method(5)
-            with pytest.raises(ValueError, match="5"):
-                method(6)
-
-
 def test_pairs_of_long_masks_are_counted_by_slices():
     length = 2**24
     ends, half = (*range(0, length + 1, length // 16),), length // 2
@@ -303,104 +288,7 @@ def test_no_field_is_a_long_sequence():
             assert not isinstance(value, (tuple, list, dict)) or len(value) <= 2, (name, field.name)
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-SEEN = [[True, False], [True, True]]
-ROW = AttentionMask(documents=[[0, 4], [0, 2, 4]])
-REFUSED: list[tuple[Callable[[], object], str]] = [
-    # slices
-    (
-        lambda: AttentionMask.of_slices([Slice(range(4), range(4)), Slice(range(3, 6), range(2, 5))]),
-        r"range\(0, 4\).*range\(3, 6\).*query 3 and key 2",
-    ),
-    (
-        lambda: AttentionMask.of_slices([Slice(range(8), range(8), None, 0), Slice(range(8), range(8), 0, None)]),
-        r"share the pair of query (\d) and key \1",
-    ),
-    (lambda: AttentionMask.of_slices([Slice(range(0, 8, 2), range(8))]), r"range\(0, 8, 2\).*step 1"),
-    (lambda: AttentionMask.of_slices([Slice(range(8), range(7, -1, -1))]), "step 1"),
-    (lambda: AttentionMask.of_slices([Slice(range(-1, 8), range(8))]), r"range\(-1, 8\)"),
-    (lambda: AttentionMask.of_slices([Slice((0, 8), range(8))]), r"\(0, 8\)"),  # pyright: ignore[reportArgumentType]
-    (lambda: AttentionMask.of_slices([Slice(range(8), range(8), 0.5)]), "0.5"),  # pyright: ignore[reportArgumentType]
-    (lambda: AttentionMask.of_slices([(range(8), range(8))]), "slice"),  # pyright: ignore[reportArgumentType]
-    (lambda: AttentionMask.of_slices([3]), "3 is no slice"),  # pyright: ignore[reportArgumentType]
-    (lambda: AttentionMask.of_slices([Slice(range(9), range(8))]).slices(8), "queries.*9.*8"),
-    (lambda: AttentionMask.of_slices([Slice(range(8), range(9))]).slices(8), "keys.*9.*8"),
-    # trees
-    (lambda: AttentionMask.tree((1, 8), (-1,)), r"\(1, 8\).*start at 0"),
-    (lambda: AttentionMask.tree((0, 5, 5), (-1, 0)), r"\(0, 5, 5\).*rise"),
-    (lambda: AttentionMask.tree((0, 5, 3), (-1, 0)), "rise"),
-    (lambda: AttentionMask.tree((0, 5, 8), (-1,)), "1 parents for 2 segments"),
-    (lambda: AttentionMask.tree((0, 5, 8), (-1, 0, 1)), "3 parents for 2 segments"),
-    (lambda: AttentionMask.tree((0, 5, 8), (0, 0)), "parent 0 of segment 0"),
-    (lambda: AttentionMask.tree((0, 5, 8), (-1, 1)), "parent 1 of segment 1"),
-    (lambda: AttentionMask.tree((0, 5, 8), (-1, 2)), "parent 2 of segment 1"),
-    (lambda: AttentionMask.tree((0, 5, 8), (-1, -2)), "parent -2 of segment 1"),
-    # segment 1 ended when its sibling 2 began
-    (lambda: AttentionMask.tree((0, 2, 4, 6, 8), (-1, 0, 0, 1)), "parent 1 of segment 3"),
-    (lambda: AttentionMask.tree((0, 2, 4, 6), (-1, -1, 0)), "parent 0 of segment 2"),
-    (lambda: AttentionMask.tree((0, 2, 4), (-1, 0.0)), "0.0"),  # pyright: ignore[reportArgumentType]
-    (lambda: AttentionMask.tree((0, 2, 4), (-1, 0), window=(-1, 0)), r"window \(-1, 0\)"),
-    (lambda: replace(AttentionMask.tree((0, 8), (-1,)), causal=False), "causal=False"),
-    (lambda: replace(AttentionMask.tree((0, 8), (-1,)), documents=(0, 8)), "documents"),
-    # prefixes
-    (lambda: AttentionMask.prefix((0, 3, 8), (2,)), "1 prefixes for 2 documents"),
-    (lambda: AttentionMask.prefix((0, 3, 8), (4, 0)), "prefix of 4 tokens in document 0, which has 3"),
-    (lambda: AttentionMask.prefix((0, 3, 8), (-1, 0)), "-1"),
-    (lambda: AttentionMask.prefix((0, 3, 3), (1, 0)), "rise"),
-    (lambda: AttentionMask.tree((0, 5, 5), (-1, 0)), "rise"),
-    (lambda: AttentionMask.prefix((0, 8), (1.0,)), "1.0"),  # pyright: ignore[reportArgumentType]
-    (lambda: replace(AttentionMask.prefix((0, 8), (1,)), causal=False), "causal=False"),
-    (lambda: AttentionMask(pattern=Prefix((3,))).slices(8, 4), "8 queries and 4 keys"),
-    (lambda: AttentionMask(pattern=Prefix((3, 1))).slices(8), "2 prefixes for 1 documents"),
-    # chunks
-    (lambda: AttentionMask.chunked(0), "size=0"),
-    (lambda: AttentionMask.chunked(2.0), "size=2.0"),  # pyright: ignore[reportArgumentType]
-    (lambda: AttentionMask.chunked(True), "size=True"),
-    (lambda: AttentionMask.chunked(4, origin="start"), "origin='start'; known: document, row"),  # pyright: ignore[reportArgumentType]
-    (lambda: AttentionMask.chunked(4, (0, 3, 2)), "rise"),
-    # image spans
-    (lambda: AttentionMask.image_spans([range(2, 5), range(4, 6)]), r"range\(2, 5\).*range\(4, 6\)"),
-    (lambda: AttentionMask.image_spans([range(4, 6), range(2, 5)]), "overlap"),
-    (lambda: AttentionMask.image_spans([range(2, 5)], (0, 4, 8)), r"range\(2, 5\).*ends at 4"),
-    (lambda: AttentionMask.image_spans([range(6, 9)], (0, 4, 8)), r"range\(6, 9\)"),
-    (lambda: AttentionMask.image_spans([range(9, 12)], (0, 4, 8)), r"range\(9, 12\)"),
-    (lambda: AttentionMask.image_spans([range(6, 9)]).slices(8), r"range\(6, 9\).*8 tokens"),
-    (lambda: AttentionMask.image_spans([range(2, 2)]), r"range\(2, 2\)"),
-    (lambda: AttentionMask.image_spans([range(0, 8, 2)]), r"range\(0, 8, 2\)"),
-    (lambda: AttentionMask.image_spans([(2, 5)]), r"\(2, 5\)"),  # pyright: ignore[reportArgumentType]
-    (lambda: replace(AttentionMask.image_spans([range(2)]), causal=False), "causal=False"),
-    # blocks
-    (lambda: AttentionMask.blocks(SEEN, 0), "block=0"),
-    (lambda: AttentionMask.blocks([[True, False]], 4).slices(8), "1 rows.*8 tokens"),
-    (lambda: AttentionMask.blocks([True, False], 4), r"\(2,\)"),
-    (lambda: AttentionMask.blocks([[1, 0], [1, 1]], 4), "bool"),
-    (lambda: AttentionMask.blocks([[True], [True, False]], 4), "bool"),
-    (lambda: AttentionMask.blocks(SEEN, 4, 9), "9"),
-    (lambda: AttentionMask.blocks(SEEN, 4, 4), "4"),
-    (lambda: AttentionMask.blocks(SEEN, 4, 7).slices(8), "7.*8"),
-    (lambda: AttentionMask.blocks(SEEN, 4).slices(9), "9 tokens"),
-    (lambda: AttentionMask.blocks(SEEN, 4).slices(8, 12), "columns.*12"),
-    (lambda: AttentionMask.blocks(SEEN, 4, causal="no"), "causal='no'"),  # pyright: ignore[reportArgumentType]
-    # rows
-    (lambda: AttentionMask.rows([]), "no masks"),
-    (lambda: AttentionMask.rows([ROW]), "row 0"),
-    (lambda: AttentionMask.rows([AttentionMask(), AttentionMask.rows([AttentionMask()])]), "row 1"),
-    (lambda: AttentionMask.rows([None]), "None"),  # pyright: ignore[reportArgumentType]
-    (lambda: AttentionMask.rows([AttentionMask()] * 3).check(8, 8, 2), "3 rows; the batch has 2"),
-    (lambda: AttentionMask.rows([AttentionMask(), AttentionMask(documents=(0, 9))]).check(8, 8, 2), "9.*8"),
-    # other numbers of keys
-    (lambda: AttentionMask.tree((0, 8), (-1,)).slices(8, 9), "8.*9"),
-    (lambda: AttentionMask.prefix((0, 8), (1,)).slices(8, 9), "8.*9"),
-    (lambda: AttentionMask.chunked(4).slices(8, 9), "8.*9"),
-    (lambda: AttentionMask.image_spans([range(2)]).slices(8, 9), "8.*9"),
-]
-
-
-@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[f"{n}-{text[:24]}" for n, (_, text) in enumerate(REFUSED)])
-def test_invalid_masks_raise_with_their_values(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+# -- slices and segments ----------------------------------------------------------------------------------------------
 
 
 def test_overlapping_slices_are_reported():
@@ -430,12 +318,9 @@ def row(mask_slice: Slice) -> list[int]:
     return [queries.start, queries.stop, keys.start, keys.stop, *bounds]
 
 
-def test_segments_of_documents_and_trees_are_accepted_and_other_kinds_raise():
+def test_segments_of_documents_and_trees():
     tree = AttentionMask.tree([0, 3, 5, 8], [-1, 0, 0])
     assert [row.ends for row in AttentionMask().segments(8)] == [(0, 8)]
     assert [row.parents for row in AttentionMask(documents=[0, 3, 8]).segments(8)] == [(-1, -1)]
     rows = AttentionMask.rows([tree, AttentionMask(documents=[0, 2, 8])]).segments(8)
     assert [(row.ends, row.parents) for row in rows] == [((0, 3, 5, 8), (-1, 0, 0)), ((0, 2, 8), (-1, -1))]
-    for mask in (AttentionMask(causal=False), AttentionMask(window=(3, 0)), AttentionMask.chunked(4)):
-        with pytest.raises(ValueError, match="mask"):
-            mask.segments(8)

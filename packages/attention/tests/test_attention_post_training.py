@@ -197,43 +197,10 @@ def test_sums_of_low_precision_are_float32():
     assert sums.dtype == torch.float32 and sums.item() == 4096
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"sequences": torch.zeros(1, 3, dtype=torch.long)}, "sequences"),
-        ({"sequences": torch.zeros(2, 3)}, "sequences"),
-        ({"values": torch.zeros(2, 3, dtype=torch.long)}, "values"),
-        ({"count": -1}, "count"),
-        ({"gradients": "multiplied"}, "gradients"),
-    ],
-)
-def test_segment_sum_refuses(change, named):
-    arguments = {"values": torch.zeros(2, 3), "sequences": torch.zeros(2, 3, dtype=torch.long), "count": 1} | change
-    with pytest.raises(ValueError, match=named):
-        segment_sum(**arguments)
-
-
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_sequence_beyond_the_count_is_refused(number):
     with pytest.raises(IndexError):
         segment_sum(torch.ones(3), torch.tensor([0, 1, number]), 2)
-
-
-def test_losses_refuse():
-    logprobs, _, reference, _, sequences, advantages = values()
-    with pytest.raises(ValueError, match="pairs"):
-        dpo_loss(logprobs, reference, sequences, torch.zeros(0, 2, dtype=torch.long))
-    for wrong in (torch.tensor([[0, -1]]), torch.tensor([[False, True]])):
-        with pytest.raises(ValueError, match="pairs"):
-            dpo_loss(logprobs, reference, sequences, wrong)
-    with pytest.raises(ValueError, match="reference_logprobs"):
-        dpo_loss(logprobs, reference[:1], sequences, pairs())
-    with pytest.raises(ValueError, match="reference_logprobs"):
-        grpo_loss(logprobs, sequences, advantages, beta=0.1)
-    with pytest.raises(ValueError, match="advantages"):
-        grpo_loss(logprobs, sequences, advantages[:, None])
-    with pytest.raises(ValueError, match="normalize"):
-        grpo_loss(logprobs, sequences, advantages, normalize=0.0)
 
 
 def test_completions_of_a_tree_are_labels_of_separate_sequences():
@@ -261,14 +228,3 @@ def test_completions_of_a_tree_are_labels_of_separate_sequences():
     assert trained.sequence_count == 3
     assert sorted(trained.labels[trained.sequences == 0].tolist()) == [101, 102, 105, 106]
     assert sorted(trained.labels[trained.sequences == 2].tolist()) == [101, 102]
-
-
-def test_completion_labels_refuse():
-    ids, mask = torch.zeros(1, 12, dtype=torch.long), AttentionMask.tree((0, 4, 12), (-1, 0))
-    with pytest.raises(ValueError, match="layout"):
-        completion_labels(ids, mask, SequenceLayout.contiguous(8, 2))
-    for trained in ([[True]], [], [[False, True]] * 2):
-        with pytest.raises(ValueError, match="trained"):
-            completion_labels(ids, mask, trained=trained)
-    with pytest.raises(ValueError, match="mask"):
-        completion_labels(ids.expand(3, -1), AttentionMask.rows([mask, mask]))

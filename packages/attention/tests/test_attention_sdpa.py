@@ -168,21 +168,6 @@ def test_recomputing_outside_of_the_block_raises(worlds):
     )
 
 
-def without_layout() -> str:
-    attend = usp()
-    q = torch.zeros(1, 4, 8, 6)
-    try:
-        with sdpa_parallel(attend):
-            F.scaled_dot_product_attention(q, q, q, is_causal=True)
-    except ValueError as refused:
-        return str(refused)
-    return "accepted"
-
-
-def test_missing_layout_raises_with_the_remedy(worlds):
-    assert all("sequence(layout=attend.layout(length))" in message for message in worlds(4).run(without_layout))
-
-
 def test_one_shard_needs_no_layout_and_the_block_ends():
     q, k, v = torch.randn(3, 2, HEADS, 9, 8, dtype=torch.float64)
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -212,35 +197,6 @@ def test_the_innermost_sequence_applies():
         routed = F.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert relative_error(full, alone) < 1e-12 and torch.equal(split, routed)
     assert relative_error(split[:, :, 3:], alone[:, :, 3:]) > 0.01
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"attn_mask": torch.ones(9, 5, dtype=torch.bool)}, " 9"),
-        ({"dropout_p": 0.1}, "dropout"),
-        ({"key": torch.zeros(2, 2, 9, 8), "value": torch.zeros(2, 2, 9, 8)}, "enable_gqa=True"),
-        ({name: torch.zeros(2, 9, 8) for name in ("query", "key", "value")}, "4 dims"),
-        ({"key": torch.zeros(2, 4, 8, 8), "value": torch.zeros(2, 4, 8, 8)}, "tokens"),
-    ],
-)
-def test_invalid_requests_raise(change, message):
-    arguments = {name: torch.zeros(2, 4, 9, 8) for name in ("query", "key", "value")} | change
-    with sdpa_parallel(Local()), pytest.raises(ValueError, match=message):
-        F.scaled_dot_product_attention(**arguments)
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_modules_with_their_own_attention_raise(train):
-    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True, dropout=0.0).train(train)
-    with torch.set_grad_enabled(train), sdpa_parallel(Local()), pytest.raises(ValueError, match="MultiheadAttention"):
-        layer(torch.zeros(1, 5, 16))
-
-
-def test_documents_must_fit_the_layout():
-    for documents in ([0, 5], [[0, 6], [0, 5]]):
-        with pytest.raises(ValueError, match="end at 5"), sequence(layout=Local().layout(6), documents=documents):
-            pass
 
 
 class Attends(nn.Module):
@@ -297,12 +253,6 @@ def test_methods_called_in_the_block_use_their_kernels():
         out = F.scaled_dot_product_attention(q, q, q) + attend(q, q, q, mask=AttentionMask())
         out.sum().backward()
     assert q.grad is not None
-
-
-def test_an_unused_sequence_block_is_refused():
-    q = torch.randn(1, 2, 6, 8)
-    with pytest.raises(ValueError, match="`sequence` block"), sequence(documents=[0, 3, 6]):
-        F.scaled_dot_product_attention(q, q, q)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.bfloat16, torch.bfloat16)])

@@ -32,16 +32,3 @@ def test_neighbours_are_in_one_team_or_one_ring():
     assert [near.team_and_member(rank)[0] for rank in range(4)] == [0, 0, 1, 1]
     far = Teams(16, 2, "p2p_intra")
     assert [far.team_and_member(rank) for rank in range(5)] == [(0, 0), (1, 0), (2, 0), (3, 0), (0, 1)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((8, 3, "collect_intra"), r"team=3.*8.*\[1, 2\]"),
-        ((16, 0, "collect_intra"), r"team=0.*\[1, 2, 4\]"),
-        ((4, 2, "outside"), "placement='outside'.*collect_intra, p2p_intra"),
-    ],
-)
-def test_invalid_teams_raise(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Teams(*arguments)

@@ -1,4 +1,4 @@
-"""UPipe in training: frozen weights, FSDP2, checkpointing, autocast, saved tensors, sent bytes and refusals."""
+"""UPipe in training: frozen weights, FSDP2, checkpointing, autocast, saved tensors and sent bytes."""
 
 import gc
 import time
@@ -398,50 +398,3 @@ def test_forward_sends_as_much_as_ulysses_and_backward_at_most_both_of_its_phase
         for heads, ((forward, backward), (ulysses_forward, ulysses_backward)) in zip(todo, answers, strict=True):
             assert forward == ulysses_forward == unit * (2 * heads.queries + 2 * max(heads.keys, ranks)), heads
             assert 0 < backward <= ulysses_forward + ulysses_backward, heads
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
-def refusal(wrong: str) -> tuple[str, int]:
-    """Returns the error for one wrong argument on 4 head ranks, and the bytes sent before it."""
-    axis, mask, heads = mesh(ulysses=4)["ulysses"], AttentionMask(), (8, 4)
-    stage = {"stage 6": 6, "stage 0": 0, "stage -4": -4}.get(wrong)
-    with CommLedger() as ledger:
-        try:
-            attend = UPipe(axis, inner=Ulysses(axis) if wrong == "inner" else None, heads_per_stage=stage)
-            layout = attend.layout(24)
-            heads = {"few heads": (3, 3), "groups": (8, 3)}.get(wrong, heads)
-            mask = AttentionMask(documents=(0, 9, 31)) if wrong == "documents" else mask
-            x = torch.zeros(BATCH, 7 if wrong == "tokens" else 6, WIDTH, dtype=torch.float64)
-            weights = Projected(*heads, torch.arange(x.shape[1]))
-            layout = {"no layout": None, "shards": SequenceLayout.contiguous(24, 3)}.get(wrong, layout)
-            attend.projected(x, weights, mask=mask, layout=layout)
-        except ValueError as refused:
-            return str(refused), ledger.bytes()
-    return "accepted", ledger.bytes()
-
-
-REFUSED = {
-    "stage 6": ["6", "4"],
-    "stage 0": ["0", "4"],
-    "stage -4": ["-4", "4"],
-    "inner": ["inner"],
-    "few heads": ["3", "4", "heads"],
-    "groups": ["8", "3"],
-    "documents": ["31", "24"],
-    "tokens": ["7", "6"],
-    "no layout": ["layout"],
-    "shards": ["3", "shards"],
-}
-
-
-def refusals() -> list[tuple[str, int]]:
-    return [refusal(wrong) for wrong in REFUSED]
-
-
-def test_invalid_requests_raise_on_every_rank_before_communication(worlds):
-    for rank in worlds(4).run(refusals):
-        for (case, words), (messages, sent_bytes) in zip(REFUSED.items(), rank, strict=True):
-            assert messages != "accepted" and sent_bytes == 0, case
-            assert all(word in messages for word in words), (case, messages)

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 from states_oracle import worst_errors
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from armillary.attention import AttentionMask, gated_delta_rule, ssd
@@ -254,48 +253,3 @@ def test_one_rank_needs_neither_layout_nor_axis():
     reordered = SequenceLayout([[range(17, 30), range(17)]])
     out, final = gated_delta_rule(**local_inputs(inputs, reordered, 0), layout=reordered)
     assert relative_error(out, reordered.take(plain[0], 0)) < 1e-12 and relative_error(final, plain[1]) < 1e-12
-
-
-def refusals() -> None:
-    ring = mesh(ring=2)["ring"]
-    layout, rank = SequenceLayout.contiguous(20, 2), Axis.of(ring).rank
-    delta, mamba = (local_inputs(inputs_of(kind, 20), layout, rank) for kind in ("delta", "ssd"))
-    axes = {"layout": layout, "axis": ring}
-    striped = SequenceLayout.striped(20, 2)
-    cases = {
-        "relayout": lambda: gated_delta_rule(**delta, layout=striped, axis=ring),
-        "3 shards": lambda: gated_delta_rule(**delta, layout=SequenceLayout.contiguous(20, 3), axis=ring),
-        "2 shards": lambda: gated_delta_rule(**delta, layout=layout),
-        "layout=None": lambda: gated_delta_rule(**delta, axis=ring),
-        "10 tokens": lambda: gated_delta_rule(**delta, layout=SequenceLayout.contiguous(18, 2), axis=ring),
-        "window": lambda: gated_delta_rule(**delta, **axes, mask=AttentionMask(window=(4, 0))),
-        "causal": lambda: ssd(**mamba, **axes, mask=AttentionMask(causal=False)),
-        "Prefix": lambda: ssd(**mamba, **axes, mask=AttentionMask.prefix([0, 20], [3])),
-        "object": lambda: gated_delta_rule(**delta, **axes, mask=object()),
-        "3 rows": lambda: gated_delta_rule(**delta, **axes, mask=AttentionMask(documents=[[0, 20]] * 3)),
-        "q ": lambda: gated_delta_rule(**delta | {"q": delta["q"][..., :4]}, **axes),
-        "k ": lambda: gated_delta_rule(**delta | {"q": delta["q"][:, :4], "k": delta["k"][:, :4]}, **axes),
-        "k has 3 heads": lambda: gated_delta_rule(
-            **delta | {name: delta[name][:, :, :1].repeat(1, 1, 3, 1) for name in ("q", "k")}, **axes
-        ),
-        "g ": lambda: gated_delta_rule(**delta | {"g": delta["g"][..., :3]}, **axes),
-        "beta ": lambda: gated_delta_rule(**delta | {"beta": delta["g"].long()}, **axes),
-        "initial_state": lambda: gated_delta_rule(**delta, **axes, initial_state=torch.zeros(2, 4, 5, 6)),
-        "scale": lambda: gated_delta_rule(**delta, **axes, scale=float("nan")),
-        "dt ": lambda: ssd(**mamba | {"dt": mamba["dt"][..., :1]}, **axes),
-        "A ": lambda: ssd(**mamba | {"A": mamba["A"][:1]}, **axes),
-        "Cm ": lambda: ssd(**mamba | {"Cm": mamba["Cm"][..., :1]}, **axes),
-        "to_local": lambda: gated_delta_rule(**delta | {"k": DTensor.from_local(delta["k"], ring, [Shard(1)])}, **axes),
-        "kernel 'fla'": lambda: gated_delta_rule(**delta, **axes, kernel="fla"),
-        "mamba_ssm": lambda: gated_delta_rule(**delta, **axes, kernel="mamba_ssm"),
-        "kernel='flash'": lambda: ssd(**mamba, **axes, kernel="flash"),
-        "v is a list": lambda: gated_delta_rule(**delta | {"v": [1.0]}, **axes),
-    }
-    for words, call in cases.items():
-        with CommLedger() as ledger, pytest.raises(ValueError, match=words):
-            call()
-        assert not ledger.messages()
-
-
-def test_wrong_arguments_raise_before_communication(worlds):
-    worlds(2).run(refusals)

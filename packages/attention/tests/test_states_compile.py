@@ -150,49 +150,6 @@ def test_dtensors_of_tokens_and_heads(worlds, kind):
         assert max(errors.values()) < 1e-12, errors
 
 
-def refusals_of_dtensors() -> None:
-    both = mesh(ring=2, tp=2)["ring", "tp"]
-    ring, layout = both["ring"], SequenceLayout.contiguous(LENGTH, 2)
-    inputs = inputs_of("delta", LENGTH)
-
-    def tokens(*placements, **replaced):
-        locals_ = local_inputs(inputs, layout, Axis.of(ring).rank)
-        return {name: replaced.get(name, DTensor.from_local(x, both, placements)) for name, x in locals_.items()}
-
-    good = tokens(Shard(1), Replicate())
-    uneven = SequenceLayout([[range(10)], [range(10, LENGTH)]])
-    cases = {
-        r"k local.*to_local": lambda: gated_delta_rule(**good | {"k": good["k"].to_local()}, layout=layout, axis=ring),
-        "placed alike": lambda: gated_delta_rule(
-            **good | {"k": tokens(Shard(1), Shard(2))["k"]}, layout=layout, axis=ring
-        ),
-        r"Shard\(dim=1\)": lambda: gated_delta_rule(**tokens(Replicate(), Replicate()), layout=layout, axis=ring),
-        r"q is Partial\(sum\) on axis 'tp'": lambda: gated_delta_rule(
-            **tokens(Shard(1), Partial()), layout=layout, axis=ring
-        ),
-        r"\(10, 14\)": lambda: gated_delta_rule(**good, layout=uneven, axis=ring),
-        "initial_state": lambda: gated_delta_rule(
-            **good,
-            layout=layout,
-            axis=ring,
-            initial_state=DTensor.from_local(state_of("delta"), both, [Shard(1), Replicate()]),
-        ),
-        "not one of them": lambda: gated_delta_rule(
-            **{name: x.redistribute(placements=[Shard(1), Replicate()]) for name, x in good.items()},
-            layout=layout,
-            axis=mesh(ring=2, tp=2)["ulysses"],
-        ),
-    }
-    for words, call in cases.items():
-        with CommLedger() as ledger, pytest.raises(ValueError, match=words):
-            call()
-        assert not ledger.messages()
-
-
-def test_mismatched_dtensors_raise(worlds):
-    worlds(4).run(refusals_of_dtensors)
-
-
 def convolutions_and_shifts() -> dict[str, bool]:
     """Compiles functions of core with a mask, for trees and rows; one graph serves all documents."""
     ring = mesh(ring=2)["ring"]
