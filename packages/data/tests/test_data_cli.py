@@ -112,38 +112,7 @@ def test_prepare_prints_the_same_when_repeated(lines, tmp_path, capsys):
     assert messages[0] == messages[1] == f"{tmp_path / 'store'}: 10 documents, 266 tokens of uint16\n"
 
 
-def test_invalid_input_is_one_line_and_exit_code_2(lines, store, tmp_path, capsys):
-    code, line = refused(capsys, "prepare", tmp_path / "nowhere", "-o", tmp_path / "other")
-    assert (code, line[:17]) == (2, "armillary-data: /")
-    assert "nowhere" in line and "No such file" in line
-    code, line = refused(capsys, "prepare", lines, "-o", store, "--invalid", "skip")
-    assert code == 2 and f"{store} " in line and "--overwrite" in line
-    code, line = refused(capsys, "info", tmp_path / "nowhere")
-    assert code == 2 and "nowhere " in line
-    code, line = refused(capsys, "info", store, "--length", "16", "--rows", "0")
-    assert code == 2 and re.fullmatch(r"armillary-data: rows .*1; got 0", line)
-    code, line = refused(capsys, "info", store, "--length", "64KiB")
-    assert code == 2 and "--length: " in line and "'64KiB'" in line and "64Ki (65,536)" in line
-    code, line = refused(capsys, "info", lines, "--verify")
-    assert code == 2 and f"{lines} " in line
-
-
-def test_wrong_arguments_are_exit_code_2(capsys):
-    codes = []
-    bad = ["prepare", "a", "-o", "b", "--invalid", "x"]
-    for arguments in (["prepare"], ["info"], ["info", "store", "--rows"], ["nothing"], bad):
-        with pytest.raises(SystemExit) as stop:
-            main(arguments)
-        codes.append(stop.value.code)
-    assert codes == [2] * 5
-    assert "Traceback" not in capsys.readouterr().err
-
-
-def test_failing_disk_exits_with_1_and_invalid_path_with_2(lines, store, tmp_path, capsys, monkeypatch):
-    (tmp_path / "file").touch()
-    code, line = refused(capsys, "prepare", lines, "-o", tmp_path / "file" / "store")
-    assert code == 2 and line.startswith(f"armillary-data: {tmp_path / 'file' / 'store'}: ")
-
+def test_a_failing_disk_exits_with_1(lines, tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

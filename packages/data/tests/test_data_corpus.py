@@ -1,11 +1,5 @@
 """Documents: the default corpus, and the user's own text."""
 
-import os
-import re
-from pathlib import Path
-
-import pytest
-
 from armillary.data import Document, python_corpus, read_documents
 
 
@@ -68,43 +62,3 @@ def test_hidden_empty_and_binary_files_of_a_folder_are_skipped(tmp_path):
 def test_a_single_file_is_read_even_if_binary(tmp_path):
     write(tmp_path, **{".wide": "wide".encode("utf-16-le")})
     assert read_documents(tmp_path / ".wide") == [Document(".wide", b"w\0i\0d\0e\0")]
-
-
-def test_a_missing_path_is_named(tmp_path):
-    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))}/nowhere .*No such file"):
-        read_documents(tmp_path / "nowhere")
-
-
-@pytest.mark.parametrize("make", ["empty folder", "empty files", "empty file"])
-def test_a_path_without_text_is_named(tmp_path, make):
-    if make != "empty folder":
-        write(tmp_path, one=b"", deep__two=b"")
-    path = tmp_path / "one" if make == "empty file" else tmp_path
-    with pytest.raises(ValueError, match=re.escape(f"{path} ")):
-        read_documents(path)
-
-
-@pytest.mark.parametrize("single", [True, False])
-def test_an_unreadable_file_is_named(tmp_path, monkeypatch, single):
-    def refuse(path, flags):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    write(tmp_path, secret=b"text")
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(ValueError, match=r"secret .*Permission denied") as failure:
-        read_documents(tmp_path / "secret" if single else tmp_path)
-    assert "\n" not in str(failure.value)
-
-
-def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
-    scan = os.scandir
-
-    def refuse(path):
-        if Path(path).name == "locked":
-            raise PermissionError(13, "Permission denied", str(path))
-        return scan(path)
-
-    write(tmp_path, open=b"text", locked__secret=b"text")
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ValueError, match=r"locked .*Permission denied"):
-        read_documents(tmp_path)

@@ -97,23 +97,6 @@ def test_equal_fractions_and_integers_mix_equally():
     assert mixed[0] == mixed[1] == mixed[2]
 
 
-@pytest.mark.parametrize("weights", [[1, 2], [], [1, 2, 0], [1, 2, -1], [1, float("nan"), 1], [1, 1, float("inf")]])
-def test_invalid_weights_are_refused(weights):
-    with pytest.raises(ValueError, match=r"weights .* 3 stores") as failure:
-        single_rank_rows(STORES, N, weights=weights)
-    assert str(weights) in str(failure.value)
-
-
-@pytest.mark.parametrize("place", [1, 2])
-def test_stores_of_different_tokenizers_are_refused(place):
-    stores = [numbered([3], name="first"), numbered([3]), numbered([3])]
-    stores[0].vocabulary = Vocabulary("bytes", 257, 256) if place == 1 else Vocabulary()
-    stores[2].vocabulary = stores[0].vocabulary if place == 1 else Vocabulary("bytes", 257, 256)
-    with pytest.raises(ValueError, match="stores") as failure:
-        single_rank_rows(stores, N)
-    assert {"bytes", "numbers"} <= set(str(failure.value).replace(",", "").replace(";", "").split())
-
-
 def test_tokenizers_with_equally_many_tokens_are_different():
     first, second = numbered([3], name="first"), numbered([3])
     first.vocabulary = replace(second.vocabulary, tokenizer="bytes")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from armillary.data import best_fit, greedy, one_per_row
 from armillary.data.loader.epochs import Epochs
-from armillary.data.packing import DocumentPiece, Packed
+from armillary.data.packing import DocumentPiece
 
 PACKINGS = [greedy, best_fit, one_per_row]
 corpora = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -190,29 +190,3 @@ def test_rows_have_their_boundaries_and_skip_empty_documents():
         ends = list(accumulate((piece.length for piece in row.pieces), initial=0))
         assert row.ends == (0, *ends[1:]) and ends[-1] == 4
         assert row.padding == 0
-
-
-def rows_of(*rows):
-    """A packing that returns the given rows, lists of (document, start, length), one list of rows per epoch."""
-    calls = iter(rows)
-
-    def pack(lengths, length, key):
-        chosen = next(calls)
-        columns = np.array([piece for row in chosen for piece in row]).T
-        return Packed(*columns, np.array([0, *accumulate(map(len, chosen))]))
-
-    return pack
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([[[(0, 0, 4)], [(0, 4, 1)]], [[(0, 0, 4)]]], "1 .*epoch 1.*2 .*epoch 0"),
-        ([[[(0, 0, 4), (1, 0, 1)]]], "5 .*row 0.*4"),
-        ([[[(0, 0, 2)], [(1, 0, 0)]]], "0 .*row 1.*4"),
-    ],
-)
-def test_an_invalid_packing_is_refused_before_reading(rows, message):
-    with pytest.raises(ValueError, match=message) as failure:
-        Epochs(numbered([5, 3]), 4, rows_of(*rows), "key").row(2)
-    assert "\n" not in str(failure.value)

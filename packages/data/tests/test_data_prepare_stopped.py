@@ -307,14 +307,6 @@ def test_a_file_size_limit_leaves_nothing(lines, reference, tmp_path, limit):
     assert files_of(plan.output) == reference
 
 
-def test_an_impossible_output_is_named(lines, tmp_path):
-    (tmp_path / "file").write_text("")
-    output = tmp_path / "file" / "store"
-    with pytest.raises(OSError, match=rf"{output}: (Not a directory|File exists)"):
-        prepare(planned(lines, output), 1)
-    assert (tmp_path / "file").read_text() == ""
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_an_unwritable_folder_is_named(lines, tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)

@@ -3,12 +3,9 @@
 import json
 import multiprocessing
 import os
-import re
 import signal
 import time
-from functools import partial
 
-import pytest
 from data_stores import every_shard, global_batch, layouts, numbered, read_rows, shapes, single_rank_rows, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -83,44 +80,6 @@ def test_reset_positions_layouts_and_prefetching_may_change():
     assert single_rank_rows(STORES, N, **choices).load_state_dict(state).state_dict() == state
 
 
-@pytest.mark.parametrize(
-    "name, other",
-    [
-        ("stores", {"stores": STORES[:1]}),
-        ("stores", {"stores": STORES[::-1]}),
-        ("stores", {"stores": [STORES[0], numbered([9, 9, 41])]}),
-        ("weights", {"weights": [1, 3]}),
-        ("sequence_length", {"length": N + 1}),
-        ("packing", {"packing": best_fit}),
-        ("seed", {"seed": 1}),
-    ],
-)
-def test_state_of_other_rows_is_refused_with_the_setting(name, other):
-    settings = {"stores": STORES, "length": N, "weights": [1, 2]} | other
-    weights = settings.pop("weights")[: len(settings["stores"])]
-    state = single_rank_rows(settings.pop("stores"), settings.pop("length"), weights=weights, **settings).state_dict()
-    rows = single_rank_rows(STORES, N, weights=[1, 2])
-    next(rows)
-    with pytest.raises(ValueError, match=re.escape(f"{name} {state[name]}, not {rows.state_dict()[name]}")):
-        rows.load_state_dict(state)
-    assert rows.state_dict()["rows"] == 1
-
-
-@pytest.mark.parametrize("state", [{}, {"rows": 3}, {"model": 1}])
-def test_invalid_states_are_refused(state):
-    with pytest.raises(ValueError, match="version None, not 1") as failure:
-        single_rank_rows(STORES, N).load_state_dict(state)
-    assert "\n" not in str(failure.value)
-
-
-@pytest.mark.parametrize("rows", [None, -1, "many", 1.5])
-def test_a_state_without_a_number_of_rows_is_refused(rows):
-    state = single_rank_rows(STORES, N).state_dict() | {"rows": rows}
-    with pytest.raises(ValueError, match=re.escape(f"rows={rows!r}")) as failure:
-        single_rank_rows(STORES, N).load_state_dict(state)
-    assert "\n" not in str(failure.value)
-
-
 # -- killed runs ------------------------------------------------------------------------------------------------------
 
 LENGTHS = [40, 3, 77, 0, 15, 9, 120]
@@ -168,10 +127,3 @@ def test_a_killed_run_resumes_bitwise_equal(tmp_path):
 def test_proportional_weights_have_equal_states():
     state = single_rank_rows(STORES, N, weights=[1, 2][: len(STORES)]).state_dict()
     assert single_rank_rows(STORES, N, weights=[2, 4][: len(STORES)]).load_state_dict(state).state_dict() == state
-
-
-@pytest.mark.parametrize("packing", [partial(greedy), lambda *arguments: greedy(*arguments)], ids=["partial", "lambda"])
-def test_a_packing_without_a_name_is_refused(packing):
-    with pytest.raises(ValueError, match=r"packing .* name") as failure:
-        single_rank_rows(STORES, N, packing=packing)
-    assert "\n" not in str(failure.value)

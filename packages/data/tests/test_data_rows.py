@@ -1,6 +1,5 @@
 """Rows: their tokens, labels and documents, which are equal on every mesh."""
 
-import re
 from itertools import pairwise
 
 import pytest
@@ -234,39 +233,3 @@ def test_layout_can_depend_on_the_documents_of_each_batch():
         batches = [rank.batch(step) for rank in ranks]
         assert {batch.layout for batch in batches} == {balanced(batches[0].documents)}
         assert joined(batches)[0].tolist() == read_rows(single_rank_rows(STORE, N), 2 * step, 2 * step + 2)
-
-
-@pytest.mark.parametrize("wrong", [SequenceLayout.zigzag(N, 2), SequenceLayout.zigzag(N + 1, 3)])
-def test_a_chosen_layout_of_another_size_is_refused(wrong):
-    rows = single_rank_rows(STORE, N, layout=SequenceLayout.zigzag(N, 3), layout_for=lambda documents: wrong)
-    with pytest.raises(ValueError, match=rf"layout_for .*{re.escape(str(wrong))}.* 3 shards of {N} ") as failure:
-        rows.batch(0)
-    assert "\n" not in str(failure.value)
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        ({"shard": 1}, "shard 1 .*0..0"),
-        ({"replica": 2, "replicas": 2}, "replica 2 .*0..1"),
-        ({"replica": -1}, "replica -1 .*0..0"),
-        ({"replicas": 0}, "replicas .*1; got 0"),
-        ({"rows_per_batch": 0}, "rows_per_batch .*1; got 0"),
-        ({"ahead": -1}, "ahead .*0; got -1"),
-        ({"stores": []}, "no stores"),
-        ({"stores": numbered([0, 0], name="x/y")}, "x/y .*no tokens"),
-    ],
-)
-def test_invalid_settings_are_refused(wrong, message):
-    with pytest.raises(ValueError, match=message) as failure:
-        single_rank_rows(wrong.pop("stores", STORE), N, **wrong)
-    assert "\n" not in str(failure.value)
-
-
-def test_negative_steps_are_refused():
-    with pytest.raises(ValueError, match=r"step .* got -1") as failure:
-        single_rank_rows(STORE, N).batch(-1)
-    assert failure.type is ValueError

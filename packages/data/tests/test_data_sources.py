@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import re
-import sys
-from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -65,7 +63,7 @@ def test_consecutive_files_share_a_chunk_and_a_large_file_has_its_own(tmp_path):
     assert (actual[1].name, actual[1].path) == ("c", tmp_path / "c")
 
 
-def test_binary_files_of_folders_are_reported_and_single_ones_need_a_format(tmp_path):
+def test_binary_files_of_folders_are_reported(tmp_path):
     noise = bytes(128 + i % 64 for i in range(100))
     write(
         tmp_path,
@@ -80,9 +78,6 @@ def test_binary_files_of_folders_are_reported_and_single_ones_need_a_format(tmp_
         Invalid("noise", "taken as binary, since 100 of its first 100 characters are not UTF-8", binary=True),
         Invalid("picture", "taken as binary, since it has a zero byte, the first at byte 3", binary=True),
     ]
-    for name in ("noise", "picture"):
-        with pytest.raises(ValueError, match=rf"{name} .*--format text"):
-            read(tmp_path / name)
     assert read(tmp_path / "picture", format="text") == [Document("picture", b"PNG\0\0")]
     assert len(read(tmp_path / "latin")) == 1
 
@@ -217,37 +212,6 @@ def test_many_rows_are_read_in_order(tmp_path):
     assert texts_of(read(parquet(tmp_path / "a.parquet", texts, rows=130), size=1000)) == texts
 
 
-def test_a_column_missing_or_without_strings_is_refused(tmp_path):
-    path = parquet(tmp_path / "a.parquet")
-    datasets.Dataset.from_dict({"text": TEXTS, "n": range(6)}).save_to_disk(tmp_path / "saved")
-    for source in (path, tmp_path / "saved"):
-        with pytest.raises(ValueError, match=f"{source} .*'body'.*: text$"):
-            chunks([source], text_field="body")
-    with pytest.raises(ValueError, match=r"a\.parquet: .*'id' .*int64.*: text$"):
-        chunks([path], text_field="id")
-
-
-def test_folders_of_splits_or_datasets_ask_for_one(tmp_path):
-    rows = datasets.Dataset.from_dict({"text": TEXTS})
-    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "both")
-    write(tmp_path, note=b"text")
-    with pytest.raises(ValueError, match=r"both .*: \S*both/train, \S*both/test"):
-        chunks([tmp_path / "both"])
-    (tmp_path / "both" / "dataset_dict.json").unlink()
-    with pytest.raises(ValueError, match=rf"{tmp_path} .*: \S*both/test"):
-        chunks([tmp_path])
-    assert texts_of(read(tmp_path / "both" / "train")) == TEXTS
-
-
-@pytest.mark.parametrize("package, extra", [("pyarrow.parquet", "parquet"), ("datasets", "datasets")])
-def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch, package, extra):
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "datasets")
-    parquet(tmp_path / "parquet.parquet")
-    monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ImportError, match=re.escape(f"pip install 'armillary-data[{extra}]'")):
-        chunks([tmp_path / ("datasets" if extra == "datasets" else "parquet.parquet")])
-
-
 # -- the fingerprint --------------------------------------------------------------------------------------------------
 
 
@@ -271,70 +235,6 @@ def test_fingerprint_of_a_saved_dataset_depends_on_its_files(tmp_path):
     first = fingerprint(cut)
     os.utime(next((tmp_path / "saved").glob("*.arrow")), ns=(0, 0))
     assert fingerprint(cut) != first
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", ["empty folder", "empty files", "empty file", "no rows"])
-def test_an_input_without_text_is_named(tmp_path, make):
-    if make == "no rows":
-        parquet(tmp_path / "a.parquet", pa.array([], pa.string()))
-    elif make != "empty folder":
-        write(tmp_path, one=b"", deep__two=b"")
-    path = tmp_path / "one" if make == "empty file" else tmp_path
-    with pytest.raises(ValueError, match=re.escape(f"{path} ")):
-        chunks([path])
-
-
-def test_wrong_arguments_and_missing_paths_are_named(tmp_path):
-    with pytest.raises(ValueError, match="no inputs"):
-        chunks([])
-    with pytest.raises(ValueError, match=r"size .* 1 .*got 0"):
-        chunks([tmp_path], size=0)
-    with pytest.raises(ValueError, match=r"format='csv' .*'auto', 'text', 'jsonl', 'parquet'"):
-        chunks([tmp_path], format="csv")
-    with pytest.raises(ValueError, match=r"nowhere .*No such file"):
-        chunks([tmp_path / "nowhere"])
-
-
-def test_files_of_unsupported_formats_are_named(tmp_path):
-    write(tmp_path, **{"a.jsonl.zst": b"x", "b.parquet": b"not parquet"})
-    with pytest.raises(ValueError, match=r"a\.jsonl\.zst .*zstd"):
-        chunks([tmp_path / "a.jsonl.zst"])
-    with pytest.raises(ValueError, match=r"b\.parquet .*Parquet"):
-        chunks([tmp_path / "b.parquet"])
-
-
-@pytest.mark.parametrize("second", ["a", "", "link"])
-def test_a_file_in_two_inputs_is_refused(tmp_path, second):
-    write(tmp_path, a=b"text")
-    (tmp_path / "link").symlink_to(tmp_path / "a")
-    with pytest.raises(ValueError, match=r"twice.* \S*/a;"):
-        chunks([tmp_path / "a", tmp_path / second])
-
-
-def test_unreadable_input_is_named_before_reading(tmp_path, monkeypatch):
-    opened, scan = os.open, os.scandir
-    write(tmp_path, secret=b"text", locked__file=b"text")
-
-    def refuse(path):
-        if Path(path).name == "locked":
-            raise PermissionError(13, "Permission denied", str(path))
-        return scan(path)
-
-    def refuse_secret(path, flags):
-        if Path(path).name == "secret":
-            raise PermissionError(13, "Permission denied", str(path))
-        return opened(path, flags)
-
-    monkeypatch.setattr(os, "open", refuse_secret)
-    with pytest.raises(ValueError, match=r"secret .*Permission denied"):
-        chunks([tmp_path])
-    monkeypatch.setattr(os, "open", opened)
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ValueError, match=r"locked .*Permission denied"):
-        chunks([tmp_path])
 
 
 def test_a_file_removed_or_broken_later_is_named(tmp_path):

@@ -3,7 +3,6 @@
 import json
 import pickle
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -262,55 +261,6 @@ def test_a_copy_in_another_process_is_the_same():
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert copy.identity == tokenizer.identity
     assert copy.encode("a <|endoftext|>").equal(tokenizer.encode("a <|endoftext|>"))
-
-
-def test_unknown_end_of_document_lists_the_special_tokens(tmp_path):
-    choices = r"one of '\[UNK\]', '\[CLS\]', '\[SEP\]', '\[PAD\]'"
-    with pytest.raises(ValueError, match=f"tokenizer.json: .*end_of_document, {choices}"):
-        TextTokenizer.read(write(tmp_path, "bert"))
-    with pytest.raises(ValueError, match=f"end_of_document='</s>'.* {choices}"):
-        TextTokenizer.read(tmp_path, "</s>")
-    with pytest.raises(ValueError, match="begin_of_document='<s>'"):
-        TextTokenizer.read(tmp_path, "[SEP]", "<s>")
-
-
-@pytest.mark.parametrize(
-    "definition", [b"", b"[]", b"{}", b'{"model": {}}', b"\xff\xfe", b'{"model": {"vocab": {"</s>": 0}}}']
-)
-def test_invalid_definitions_are_refused(tmp_path, definition):
-    (tmp_path / "tokenizer.json").write_bytes(definition)
-    with pytest.raises(ValueError, match=r"tokenizer\.json: "):
-        TextTokenizer.read(tmp_path)
-
-
-def test_a_missing_file_and_a_broken_configuration_are_named(tmp_path):
-    with pytest.raises(ValueError, match=rf"{re.escape(str(tmp_path))}/tokenizer.json .*No such file"):
-        TextTokenizer.read(tmp_path)
-    (write(tmp_path) / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json"):
-        TextTokenizer.read(tmp_path)
-
-
-@pytest.mark.parametrize("token", [-1, 322])
-def test_a_token_outside_the_vocabulary_is_refused(token):
-    tokenizer = text_tokenizer("gpt_2")
-    assert tokenizer.vocab_size == 322
-    with pytest.raises(ValueError, match=rf"token {token} .*0\.\.321"):
-        tokenizer.decode(torch.tensor([65, token]))
-
-
-def test_wrong_arguments_are_refused():
-    with pytest.raises(ValueError, match="surrogate"):
-        text_tokenizer("gpt_2").encode("\ud800")
-    with pytest.raises(ValueError, match=r"vocab_size .* 257.*got 256"):
-        train_bpe(iter(PROSE), 256)
-
-
-def test_a_missing_library_is_named_with_its_extra(monkeypatch):
-    definition = definition_of(TOKENIZERS["gpt_2"])
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=re.escape("pip install 'armillary-data[tokenizers]'")):
-        TextTokenizer(definition)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------

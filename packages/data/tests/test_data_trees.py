@@ -104,22 +104,3 @@ def test_shards_have_the_tokens_and_labels_of_their_positions(kind):
     parts = [full.of_row(i) for i in range(2)]
     assert sum(part.labelled for part in parts) == pytest.approx(full.labelled)
     assert [part.parents for part in parts] == [full.parents[:1], full.parents[1:]]
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda: prefix_tree([]), "sequences"),
-        (lambda: prefix_tree([[1], []]), r"sequences .*\(0,\)"),
-        (lambda: prefix_tree([[[1, 2]]]), r"sequences .*\(1, 2\)"),
-        (lambda: prefix_tree([[1, 2]], trained=[[1]]), r"trained .*\(1,\).*\(2,\)"),
-        (lambda: prefix_tree([[1, 2]], weights=[1, 2]), "2 weights"),
-        (lambda: prefix_tree([[1, 2]], weights=[-1]), r"weights \[-1.0\]"),
-        (lambda: prefix_tree([[1, 2]], weights=[float("nan")]), r"weights \[nan\]"),
-        (lambda: whole(), r"trees of \[\]"),
-        (lambda: whole(prefix_tree([[1, 2, 3]]), length=2), r"trees of \[3\] .*at most 2"),
-    ],
-)
-def test_wrong_arguments_are_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
