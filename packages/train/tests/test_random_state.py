@@ -1,12 +1,11 @@
-"""Random states: restored generators repeat their numbers, and invalid states are refused."""
+"""Random states: restored generators repeat their numbers."""
 
 import random
 
 import numpy as np
-import pytest
 import torch
 
-from armillary.train.runtime.random_state import WORDS, random_state, seed_all, set_random_state
+from armillary.train.runtime.random_state import random_state, seed_all, set_random_state
 
 CPU = torch.device("cpu")
 
@@ -25,16 +24,3 @@ def test_equal_states_give_equal_numbers():
     assert draw() != expected
     set_random_state(saved_state, CPU)
     assert draw() == expected
-
-
-@pytest.mark.parametrize("place", [-1, WORDS + 1])
-def test_a_position_out_of_range_is_refused(place):
-    state = random_state(CPU)
-    state["numpy"][-2] = place
-    with pytest.raises(ValueError, match=f"no state of random numbers .position {place} of {WORDS}."):
-        set_random_state(state, CPU)
-
-
-def test_an_invalid_state_is_refused():
-    with pytest.raises(ValueError, match="no state of random numbers"):
-        set_random_state({"torch": torch.zeros(3)}, CPU)

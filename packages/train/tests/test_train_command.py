@@ -1,7 +1,6 @@
-"""Recipes, files and flags: precedence, printed configuration and refusals."""
+"""Recipes, files and flags: precedence and printed configuration."""
 
 import json
-import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -9,9 +8,18 @@ import pytest
 
 from armillary.core.testing import commands_in
 from armillary.models import Checkpointing
-from armillary.train import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, TrainConfig, recipes
+from armillary.train import (
+    Config,
+    DataConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    recipes,
+)
 from armillary.train.command import RECIPES, Command, read_command
-from armillary.train.config import flat, overlay_settings
+from armillary.train.config import check_config, flat, overlay_settings
 from armillary.train.config.overlay import read_settings
 
 
@@ -84,44 +92,30 @@ def test_keys_accept_dashes_and_underscores_and_values_of_every_kind(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[model]\ndmi = 3", "model.dmi.*model.dim"),
-        ("sequence-length = 3", "sequence-length.*data.sequence_length"),
-        ("[trian]\nsteps = 3", "trian.*train."),
-        ("[data]\nrows = 3", "data.rows.*data.global_batch_size"),
-        ('[data]\ntask = "recall"', "data.task .*leave it out"),
-        ("[validation]\ntasks = []", "validation.tasks .*leave it out"),
-        ('[model]\ndim = "3q"', "model.dim = '3q'.*131072"),
-        ("[model]\ndim = 3.5", "model.dim = 3.5"),
-        ("[model]\ndim = true", "model.dim = True"),
-        ("[data]\npath = 7", "data.path = 7"),
-        ('[data]\nlayout = "spiral"', "data.layout = 'spiral'.*'zigzag', 'contiguous', 'striped'"),
-        ("model = 3", "model.*3"),
-        ("[model]\nkv-heads = 1\nkv_heads = 2", "model.kv_heads"),
-        ("[model]\nkv_heads = 1\nkv-heads = 2", "model.kv-heads"),
-        ("[checkpointing]\noffload = true", "checkpointing.*offload=True"),
-        ("[model", "at end of document"),
-        ("recipe = 3", "recipe = 3"),
-        ('recipe = "lama"', "recipe = lama: .*debug, finetune, gpt_wallfacer_3b"),
-    ],
-)
-def test_errors_in_a_file_name_the_file_and_the_key(tmp_path, text, message):
-    path = write_config(tmp_path, text)
-    with pytest.raises(ValueError) as error:
-        command("--config", path)
-    assert re.search(message, str(error.value)) and "\n" not in str(error.value)
-    assert f"--config {path}: " in str(error.value)
+def test_lists_and_whole_numbers_are_accepted():
+    data = DataConfig(path=[Path("a")], weights=[1])
+    check_config(Config(data=data, optimizer=OptimizerConfig(clip_norm=float("inf")), log=LogConfig(profile=[1])))
 
 
-def test_missing_and_unsupported_files_are_refused(tmp_path):
-    for name, messages in {"none.toml": "cannot be read (No such file", "run.yaml": "ends in .toml or .json"}.items():
-        with pytest.raises(ValueError, match="--config") as error:
-            command("--config", tmp_path / name)
-        assert messages in str(error.value)
-    with pytest.raises(ValueError, match="must be a JSON object, not list"):
-        command("--config", write_config(tmp_path, "[1]", "list.json"))
+def test_files_accept_numbers_as_text(tmp_path):
+    path = write_config(
+        tmp_path,
+        """
+        [data]
+        sequence-length = "64k"
+        global-batch-size = "80"
+        [train]
+        steps = "1Ki"
+        [parallel]
+        ring = "1k"
+        """,
+    )
+    config = command("--config", path)
+    assert (config.data.sequence_length, config.train.steps, config.parallel.ring) == (64_000, 1024, 1000)
+    assert config.data.global_batch_size == 80
+    text = json.dumps({"data": {"sequence_length": "64k"}, "log": {"profile": ["1k", 3]}})
+    config = command("--config", write_config(tmp_path, text, "run.json"))
+    assert (config.data.sequence_length, config.log.profile) == (64_000, (1000, 3))
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -169,22 +163,12 @@ def test_help_begins_with_examples_that_parse(tmp_path, monkeypatch):
 
 def test_a_user_defined_recipe(tmp_path, monkeypatch):
     (tmp_path / "mine_for_test.py").write_text(
-        "from armillary.train import Config, TrainConfig\n"
-        "def run():\n    return Config(train=TrainConfig(steps=7))\n"
-        "def wrong():\n    return 7\n"
+        "from armillary.train import Config, TrainConfig\ndef run():\n    return Config(train=TrainConfig(steps=7))\n"
     )
     monkeypatch.chdir(tmp_path)
     run, overrides = read_command(["--recipe", "mine_for_test:run", "--train.seed", "1"])
     assert run.run == Config(train=TrainConfig(steps=7, seed=1))
     assert overrides == ["recipe: mine_for_test:run", "  train.seed  0 -> 1"]
-    for name, messages in {
-        "mine_for_test:wrong": "it returns int, not a Config",
-        "mine_for_test:nothing": "mine_for_test has no function 'nothing'",
-        "no_such_module:run": "No module named 'no_such_module'",
-    }.items():
-        with pytest.raises(ValueError, match="--recipe") as error:
-            read_command(["--recipe", name])
-        assert messages in str(error.value)
 
 
 def test_every_field_has_one_key():

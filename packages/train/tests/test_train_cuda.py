@@ -152,12 +152,6 @@ def test_a_run_uses_the_chosen_kernel(monkeypatch, tmp_path):
     assert {block.attention.kernel for block in run.model.modules() if isinstance(block, Block)} == {"dense"}
 
 
-def test_a_compiled_graph_refuses_a_kernel_with_a_margin():
-    config = Config(cuda=CudaConfig(sm_margin=4), parallel=ParallelConfig(compiler="eager"))
-    with pytest.raises(ValueError, match=r"--cuda\.sm-margin 4"):
-        check_config(config)
-
-
 def dry_run_output(capsys, *flags):
     main(["--dry-run", "--model.vocab-size", "257", *flags])
     return capsys.readouterr().out

@@ -2,15 +2,12 @@
 
 import io
 import json
-import re
-import shutil
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from armillary.attention import Local
 from armillary.models import Llama, generate
@@ -29,7 +26,6 @@ from armillary.train import (
 )
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.reader import read_tensors
-from armillary.train.generate.cli import main
 from armillary.train.generate.cli import run as continue_prompts
 from armillary.train.generate.command import Generate, read_generate
 
@@ -132,99 +128,6 @@ def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
     for step, (tokens, output) in zip((2, 1, 1), actual, strict=True):
         assert tokens == [generate_on_one_rank(run_folder / "checkpoint" / f"step-{step}", text) for text in texts]
         assert output.startswith("def main(") and "\né" in output
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("none --prompt x", "none: "),
-        ("empty --prompt x", "empty: "),
-        ("begun --prompt x", "begun: "),
-        ("began --prompt x", "began/checkpoint: "),
-        ("run --prompt x --step 7", "--step 7: run/checkpoint .*1, 2"),
-        ("run/checkpoint/step-1 --prompt x --step 2", "--step 2: run/checkpoint/step-1 "),
-        ("hub --prompt x --step 1", "--step 1: hub "),
-        ("hub --prompt x", "hub: .*--tokenizer.*--ids"),
-        ("run", "--prompt"),
-        ("odd-data --prompt x", "odd-data/config.json: data=\\[1\\]"),
-        ("odd-path --prompt x", "odd-path/config.json: data.path=5"),
-        ("run --prompt x --tokenizer none.json", "none.json"),
-        ("run --prompt x --tokens 64q", "--tokens: '64q'"),
-        ("run --prompt x --temperature -1", "temperature=-1.0"),
-        ("run --prompt x --top-p 2", "top_p=2.0"),
-        ("run --prompt x --parallel.ring 2", "--parallel.ring: .*leave it out"),
-        ("run --prompt x --parallel.tp=2", "--parallel.tp: it is --tp"),
-    ],
-)
-def test_invalid_requests_are_one_line(line, message, run_folder, folder, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name, place in {"run": run_folder, "hub": folder[0]}.items():
-        Path(name).symlink_to(place)
-    for name in ("empty", "begun", "began/checkpoint"):
-        Path(name).mkdir(parents=True)
-    Path("begun/config.json").write_text('{"train": {}}')
-    for name, data in {"odd-data": [1], "odd-path": {"path": 5}}.items():
-        Path(name).mkdir()
-        Path(name, "checkpoint").symlink_to(run_folder / "checkpoint")
-        Path(name, "config.json").write_text(json.dumps({"train": {}, "data": data}))
-    with pytest.raises(SystemExit) as stopped:
-        main(line.split())
-    (messages,) = capsys.readouterr().err.splitlines()
-    assert stopped.value.code == 2 and re.search(message, messages)
-
-
-def refusals(requests: list[Generate]) -> list[str]:
-    actual = []
-    for request in requests:
-        with pytest.raises(ValueError) as refused, redirect_stdout(io.StringIO()):
-            continue_prompts(request)
-        actual.append(str(refused.value))
-        dist.barrier()
-    return actual
-
-
-def test_model_errors_are_raised_on_all_ranks(worlds, folder, run_folder, tmp_path):
-    from armillary.models import GPT, GPTConfig
-
-    GPT(GPTConfig(vocab_size=60, dim=24, layers=1, heads=4, max_positions=12), Local()).save_pretrained(tmp_path)
-    hub, wide = request_for(folder[0]), shutil.copytree(folder[0], tmp_path / "wide")
-    fields = json.loads((wide / "config.json").read_text())
-    (wide / "config.json").write_text(json.dumps(fields | {"hidden_size": 10**6}))
-    run = shutil.copytree(run_folder, tmp_path / "run")
-    place = run / "checkpoint" / "step-2"
-    saved = Manifest.read(place)
-    replace(saved, model=saved.model | {"num_hidden_layers": 10**6}).write(place)
-    broken = shutil.copytree(run_folder, tmp_path / "broken")
-    for manifest in broken.glob("checkpoint/*/manifest.json"):
-        manifest.write_text("{}")
-    requests = [
-        replace(hub, prompt=("1 99",)),
-        replace(hub, prompt=("one",)),
-        replace(hub, prompt=(), prompt_file=Path("none.txt")),
-        replace(hub, tp=3),
-        replace(request_for(tmp_path), prompt=("1", "1 2 3 4 5 6 7 8")),
-        request_for(wide),
-        request_for(run),
-        replace(hub, device="cuda"),
-        request_for(broken),
-    ]
-    for actual in worlds(2).run(refusals, requests):
-        for message, expected in zip(
-            actual,
-            [
-                "--prompt has token 99, and the model knows 0..59",
-                "--prompt 'one': with --ids it must be numbers of tokens",
-                "--prompt-file none.txt: cannot be read",
-                "--tp 3: ",
-                "a prompt of 8 tokens and --tokens 6, but the model has learned 12 positions; give at most --tokens 4",
-                f"the weights in {wide} do not fit its config.json: ",
-                f"{place}/manifest.json: model: 1000000 layers",
-                "--device cuda: ",
-                f"no checkpoint in {broken}/checkpoint is intact (",
-            ],
-            strict=True,
-        ):
-            assert expected in message and "--train." not in message
 
 
 def test_prompts_are_read_from_files(tmp_path):

@@ -429,17 +429,5 @@ def test_a_restart_resumes_its_wandb_run(worlds, tmp_path):
     assert sum(call == {"finish": identity} for call in calls) == 2
 
 
-@pytest.mark.parametrize(
-    ("log", "message"),
-    [
-        (LogConfig(wandb="long"), r"--log.wandb.*armillary-train\[wandb\]"),
-        (LogConfig(profile=(3, 11)), "--log.profile.*11.*1 to 10"),
-        (LogConfig(trace=Path("trace.json"), trace_steps=(0,)), "--log.trace-steps.*0"),
-        (LogConfig(trace_steps=(2,)), "--log.trace FILE"),
-        (LogConfig(memory_snapshot=(3,)), "cuda.*cpu"),
-    ],
-)
-def test_missing_packages_of_reports_are_refused_at_the_start(log, message):
-    with pytest.raises(ValueError, match=message):
-        check_log(log, 10, torch.device("cpu"))
+def test_reports_that_can_be_made_are_accepted():
     check_log(LogConfig(tensorboard=True, profile=(1, 10)), 10, torch.device("cpu"))

@@ -147,12 +147,3 @@ def test_the_tokenizer_of_a_run_is_that_of_its_folder_or_data(folder):
     }.items():
         tokenizer, actual = source.tokenizer()
         assert actual == path and isinstance(tokenizer, ByteTokenizer if path is None else TextTokenizer)
-    for source, reason in {
-        TokenSource(folder / "gone", (text,)): "gone does not exist",  # its tokenizer may have read the text
-        TokenSource(folder / "gone", ()): "gone does not exist",
-        TokenSource(None, (), "recall"): "recall",
-        TokenSource(): "config.json",
-        TokenSource(None, (folder / "gone",)): "gone does not exist",
-    }.items():
-        with pytest.raises(ValueError, match=reason):
-            source.tokenizer()
