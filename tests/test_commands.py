@@ -13,7 +13,6 @@ from armillary.data import cli as data
 from armillary.data.console import parse
 from armillary.data.loader.batches import check_minimum
 from armillary.plan import cli as plan
-from armillary.plan.comm_volume import BytesOptions
 from armillary.plan.dry_run import read_options
 from armillary.plan.memory import Job, StepMemory
 from armillary.plan.memory.estimate import estimate
@@ -78,7 +77,6 @@ READERS: dict[str, Callable[[str], list[int]]] = {
     "armillary-train --config": train_file_numbers,
     "armillary-plan": plan_numbers(SearchOptions, "tokens", "reserve", "host-reserve"),
     "armillary-plan memory": plan_numbers(MemoryOptions, "tokens", "host-memory"),
-    "armillary-plan bytes": plan_numbers(BytesOptions, "tokens", "heads"),
     "armillary-plan run": plan_run_numbers,
     "armillary-tune": lambda text: [read_tune_options(["--iterations", text]).iterations],
     "armillary-generate": lambda text: [read_generate(["s", "--prompt", "x", "--tokens", text]).tokens],
@@ -107,7 +105,6 @@ TABLES = {
     "plan --tokens 128Ki --attention ulysses+token_ring ulysses+all_gather": ["ulysses+token_ring", "step (s)"],
     "plan memory --model debug --tokens 64k --cluster 8xl20 --attention ulysses": ["checkpoints", "device (GiB)"],
     "plan run --model.vocab-size 257 --model.layers 1": ["model.layers.*.self_attn.q_proj.weight", "device (GiB)"],
-    "plan bytes --tokens 1k --ranks 4 --heads 4 --attention ulysses+token_ring": ["ulysses+token_ring", "all (GiB)"],
     "train --dry-run --model.vocab-size 257": ["model.layers.*.self_attn.q_proj.weight", "whole (numbers)"],
     "data info store": ["64 to 127", "share of tokens (%)"],
     "data info store --length 64 --shards 2": ["uncut documents", "sent (MiB)"],
@@ -156,7 +153,7 @@ def test_tables_are_complete_on_a_pipe_and_in_80_columns(command, cells, capsys,
 
 
 def planning(words: list[str]) -> object:
-    kinds = {"search": SearchOptions, "memory": MemoryOptions, "bytes": BytesOptions}
+    kinds = {"search": SearchOptions, "memory": MemoryOptions}
     command, flags = (words[0], words[1:]) if words and not words[0].startswith("-") else ("search", words)
     return read_options(flags, command) if command == "run" else parse(flags, kinds[command], command)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from armillary.plan.comm_volume import BytesOptions, plan_bytes
+from sent_bytes import CallSizes, sent_bytes
+
+from armillary.plan.memory.estimate import AttentionChoice
 from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table
 
-FIGURE_5 = {"tokens": "64Ki", "heads": 32, "head_dim": 128, "ranks": 8, "causal": True, "of_ranks": (0,)}
+FIGURE_5 = CallSizes(heads=32, kv_heads=32, ranks=8, causal=True)
 
 
 def paper() -> Paper:
@@ -15,10 +17,10 @@ def paper() -> Paper:
 def schedule() -> Table:
     """Figures 3 to 5: sent bytes of each schedule, by its plan and by the ledger."""
     rows = list[Row]()
-    for name, nodes in (("token_ring", None), ("ring+token_ring", 2)):
-        for row in plan_bytes(BytesOptions(**FIGURE_5, attention=(name,), nodes=nodes)):
-            title = f"{row.candidate.attention}, {row.phase}, MiB by the schedule and by the ledger"
-            rows.append(Row(title, row.closed.total / 2**20, row.counted.total / 2**20))
+    for attention in (AttentionChoice("token_ring"), AttentionChoice("ring+token_ring", nodes=2)):
+        for phase, sent in sent_bytes(attention, FIGURE_5).items():
+            title = f"{attention}, {phase}, MiB by the schedule and by the ledger"
+            rows.append(Row(title, sent.plan / 2**20, sent.total / 2**20))
     rows += [
         Row("Figure 4, table 1: speed on four GPUs", NOT_AVAILABLE, None),
         Row("Ascend", NOT_AVAILABLE, "not run: meshes are on cpu or cuda"),

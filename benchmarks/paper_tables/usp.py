@@ -6,6 +6,7 @@ import json
 
 import report
 import torch
+from sent_bytes import CallSizes, sent_bytes
 
 from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.planning.ring import RingPlan
@@ -15,15 +16,14 @@ from armillary.core import SequenceLayout
 from armillary.models.parallel import ZeroStage
 from armillary.plan import Cluster
 from armillary.plan.comm_time.comm_plan_time import FORWARD_FLOPS, PassTime, plan_seconds
-from armillary.plan.comm_volume import BytesOptions, plan_bytes
+from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.search.search import SearchOptions, search
 from paper_tables import usp_training
 from paper_tables.block_costs import BlockCosts, block_costs, plain_tensor_parallel
 from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table
 
-SIZES = {"tokens": "64Ki", "heads": 64, "head_dim": 128, "ranks": 8, "of_ranks": (0,)}
 HIDDEN = 65_536 * 64 * 128 * 2
-"""Bytes of one [N, E] of these sizes in bfloat16."""
+"""Bytes of one [N, E] in bfloat16: 65,536 tokens, 64 heads of 128."""
 GROUPS = 8
 STAYS = "1 part in 8 of each all-to-all stays where it is: 7 / 8 = 0.875"
 
@@ -52,9 +52,9 @@ def sent() -> Paper:
 def attention_bytes() -> Table:
     """Bytes of attention alone, with as many key heads as query heads and with fewer."""
 
-    def units(method: str, kv_heads: int | None = None) -> tuple[float, float]:
-        phases = plan_bytes(BytesOptions(**SIZES, kv_heads=kv_heads, attention=(method,)))
-        forward, backward = (phase.counted.total / HIDDEN for phase in phases)
+    def units(method: str, kv_heads: int = 64) -> tuple[float, float]:
+        sent = sent_bytes(AttentionChoice(method), CallSizes(heads=64, kv_heads=kv_heads, ranks=8))
+        forward, backward = (phase.total / HIDDEN for phase in sent.values())
         return forward, forward + backward
 
     ulysses, ring = units("ulysses"), units("ring")

@@ -8,13 +8,13 @@ from typing import get_args
 
 import report
 import torch
+from sent_bytes import CallSizes, sent_bytes
 
 from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.plans import Placement, Sizes
 from armillary.core import SequenceLayout
 from armillary.models import Checkpointing
 from armillary.plan import Cluster
-from armillary.plan.comm_volume import BytesOptions, plan_bytes
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import AttentionChoice, estimate
 from armillary.plan.memory.room import Room
@@ -23,7 +23,7 @@ from paper_tables.steps import Step, predicted
 from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table
 
 GIB = 2**30
-LLAMA_7B = {"tokens": "64Ki", "heads": 32, "head_dim": 128, "rows": 4, "ranks": 64}
+LLAMA_7B = CallSizes(heads=32, kv_heads=32, rows=4)
 """Sizes of figure 1. We chose the length; ratios do not depend on it."""
 TEAMS = (2, 4, 8)
 
@@ -53,23 +53,25 @@ def sent() -> Paper:
 
 def example() -> Table:
     """Section 4.2.2: one block's forward of model M."""
-    ring, _, _, _, team, _ = plan_bytes(BytesOptions(attention=("ring", "wallfacer"), team=(4,)))
-    assert ring.published is not None and team.published is not None
+    ring = sent_bytes(AttentionChoice("ring"), CallSizes(), rank=1)["forward"]
+    team = sent_bytes(AttentionChoice("wallfacer", team=4), CallSizes(), rank=1)["forward"]
+    assert ring.paper is not None and team.paper is not None
+    p2p, collective = team.paper
     rows = [
         Row(
             "Ring, GiB",
-            ring.published.total / GIB,
-            ring.counted.total / GIB,
+            sum(ring.paper) / GIB,
+            ring.total / GIB,
             "the paper counts 64 sends; the first shard is at home: 63 / 64 = 0.984",
         ),
         Row(
             "WallFacer C = 4, GiB",
-            team.published.total / GIB,
-            team.counted.total / GIB,
+            sum(team.paper) / GIB,
+            team.total / GIB,
             "the log-sum-exp travels with partial outputs: 0.0006 GiB",
         ),
-        Row("of which collective, GiB", team.published.collective / GIB, team.counted.collective / GIB),
-        Row("of which p2p, GiB", team.published.p2p / GIB, team.counted.p2p / GIB),
+        Row("of which collective, GiB", collective / GIB, team.collective / GIB),
+        Row("of which p2p, GiB", p2p / GIB, team.p2p / GIB),
     ]
     text = "Bytes of a block's forward: 65,536 tokens, 52 heads of 128, 64 ranks, full mask, on a rank that sends most."
     return Table("Section 4.2.2, model M", text, rows)
@@ -77,10 +79,12 @@ def example() -> Table:
 
 def figure_1() -> Table:
     """Peer-to-peer bytes of LLaMA-7B for every C."""
-    byte_rows = plan_bytes(BytesOptions(**LLAMA_7B, attention=("ring", "wallfacer"), team=TEAMS, of_ranks=(1,)))
-    p2p = dict[tuple[int, str], int]()
-    for row in byte_rows:
-        p2p[row.candidate.attention.team or 1, row.phase] = row.counted.p2p
+    choices = {1: AttentionChoice("ring")} | {team: AttentionChoice("wallfacer", team=team) for team in TEAMS}
+    p2p = {
+        (team, phase): sent.p2p
+        for team, attention in choices.items()
+        for phase, sent in sent_bytes(attention, LLAMA_7B, rank=1).items()
+    }
     base = p2p[1, "forward"]
     rows = [Row("bars of the figure, GB", NOT_AVAILABLE, f"Ring {base / 1e9:.2f} forward at 64Ki tokens")]
     for team in TEAMS:
@@ -103,13 +107,13 @@ def figure_1() -> Table:
 
 def limits() -> Table:
     """Sections 3.1, 3.2 and 4.2.1: all pairs in P / C^2 steps."""
-    ranks = LLAMA_7B["ranks"]
+    ranks = LLAMA_7B.ranks
     shape = AttentionShape.of(
         SequenceLayout.zigzag(2**16, ranks),
         AttentionMask(causal=False),
-        heads=LLAMA_7B["heads"],
-        kv_heads=LLAMA_7B["heads"],
-        head_dim=LLAMA_7B["head_dim"],
+        heads=LLAMA_7B.heads,
+        kv_heads=LLAMA_7B.heads,
+        head_dim=LLAMA_7B.head_dim,
         dtype=torch.bfloat16,
     )
     rows = list[Row]()

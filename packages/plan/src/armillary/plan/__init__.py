@@ -8,8 +8,6 @@ memory/           the peak memory of a training step: simulated, or by formulas
 search/           every mesh, method and checkpoint policy on a cluster, fastest first
 tune/             meshes and methods measured on the machine that it runs on
 dry_run.py        memory and time of a configuration of the trainer
-comm_volume.py    bytes that attention methods send
-steps/            pictures of a method, step by step
 cli.py            the command `armillary-plan`
 commands.py       its commands
 """

@@ -21,12 +21,14 @@ commands:
   search   the fastest mesh, method and checkpoints for a model on a cluster, and why others are slower; the default
   memory   peak memory of a training step on one rank, and the longest sequence that fits
   run      memory and time of a run of the trainer, by its own flags
-  bytes    bytes that attention methods send, forward and backward, at any number of ranks
 
 None needs a GPU. armillary-plan COMMAND --help lists the options.
 Exit codes: 0; 1 if the model or the sequence does not fit into memory; 2 for wrong arguments."""
-COMMANDS = ("search", "memory", "run", "bytes")
-REMOVED = {"steps": "python docs/tools/draw_steps.py, in a checkout of the repository"}
+COMMANDS = ("search", "memory", "run")
+REMOVED = {
+    "bytes": "python benchmarks/sent_bytes.py, in a checkout of the repository",
+    "steps": "python docs/tools/draw_steps.py, in a checkout of the repository",
+}
 """Commands that are gone, and what to run instead."""
 
 
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     # If the first word is a flag, the command is `search`.
     command, words = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
-    fits = None
+    fits = True
     with exit_on_error(PROGRAM):
         if command in REMOVED:
             raise ValueError(f"{PROGRAM} {command} is gone: run {REMOVED[command]}")
@@ -47,5 +49,5 @@ def main(argv: Sequence[str] | None = None) -> None:
         from armillary.plan.commands import run_command  # takes seconds, which neither help nor a wrong name needs
 
         fits = run_command(PROGRAM, command, words)
-    if fits is False:
+    if not fits:
         sys.exit(FAILED)

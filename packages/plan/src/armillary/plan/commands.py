@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from armillary.data.console import FAILED, Bar, check_picture, exit_with, parse, print_written
-from armillary.plan import comm_volume, dry_run
-from armillary.plan.comm_volume import BytesOptions, plan_bytes
+from armillary.plan import dry_run
 from armillary.plan.memory import report as memory_report
 from armillary.plan.memory.plan import MemoryOptions, plan_memory
 from armillary.plan.memory.room import DoesNotFitError
@@ -19,8 +18,8 @@ from armillary.plan.search.search import SearchOptions
 from armillary.plan.search.search import search as search_all
 
 
-def run_command(program: str, name: str, argv: Sequence[str]) -> bool | None:
-    """Runs a command. Returns False if nothing fits into memory; None for a command that does not predict memory.
+def run_command(program: str, name: str, argv: Sequence[str]) -> bool:
+    """Runs a command. Returns False if nothing fits into memory.
 
     Raises:
         SystemExit: code 1, after a line with the reason, if a step needs too much memory to be simulated.
@@ -65,16 +64,6 @@ def run(argv: Sequence[str], program: str) -> bool:
     return result.fits
 
 
-def sent_bytes(argv: Sequence[str], program: str) -> None:
-    """Runs `armillary-plan bytes`."""
-    options = parse(argv, BytesOptions, program)
-    with Bar(quiet=options.json) as bar:
-        results = plan_bytes(options, bar.show)
-    print_result(
-        options.json, partial(comm_volume.as_dict, options, results), partial(comm_volume.show, options, results)
-    )
-
-
 def print_result(as_json: bool, as_dict: Callable[[], dict[str, Any]], show: Callable[[], None]) -> None:
     """Prints the result of a command: `as_dict()` as JSON, or the tables that `show()` prints."""
     if as_json:
@@ -83,9 +72,8 @@ def print_result(as_json: bool, as_dict: Callable[[], dict[str, Any]], show: Cal
         show()
 
 
-COMMANDS: dict[str, Callable[[Sequence[str], str], bool | None]] = {
+COMMANDS: dict[str, Callable[[Sequence[str], str], bool]] = {
     "search": search,
     "memory": memory,
     "run": run,
-    "bytes": sent_bytes,
 }
