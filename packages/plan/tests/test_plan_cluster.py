@@ -33,9 +33,6 @@ def test_presets_have_the_right_numbers_of_nodes():
     assert Cluster.named("16xh100").host_memory == 2000 * GB
     for name in EMULATED:
         assert Cluster.named(name).ranks in (8, 16)
-    for name in ("tpu", "12xh100", "0xh100", "xh100", "8x", "h100"):
-        with pytest.raises(ValueError, match=f"{name!r}.*8xh100.*emulated-"):
-            Cluster.named(name)
     assert all(Cluster.named(f"{machine.ranks_per_node}x{kind}").nodes == 1 for kind, machine in MACHINES.items())
 
 
@@ -126,44 +123,3 @@ def test_files_have_all_fields_or_the_differences_from_a_preset(tmp_path):
         "[within]\nbandwidth = 1e9\n[between]\nbandwidth = 1e8\n"
     )
     assert Cluster.load(file).ranks == 4 and Cluster.load(file).name == "box"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('like = "8xh100"\nnode = 2', ("node", "ranks_per_node")),
-        ("nodes = 2", ("ranks_per_node", "accelerator")),
-        ('like = "8xh100"\n[between]\nspeed = 2', ("between.speed", "bandwidth")),
-        ('like = "8xh100"\n[between]\nbandwidth = "fast"', ("between.bandwidth = 'fast'",)),
-        ('like = "8xh100"\n[between]\nbandwidth = true', ("between.bandwidth = True",)),
-        ('like = "8xh100"\n[between]\nbandwidth = "11G"', ("between.bandwidth = '11G'", "80GB")),
-        ('like = "8xh100"\nhost_memory = "2T"', ("host_memory = '2T'", "80GB")),
-        ('like = "8xh100"\n[accelerator]\nmemory = "80G"', ("accelerator.memory = '80G'", "80GB")),
-        ('like = "8xh100"\n[accelerator]\nflops = "989TB"', ("accelerator.flops = '989TB'", "64k")),
-        ('like = "8xh100"\nnodes = "2kB"', ("nodes = '2kB'", "64k")),
-        ('like = "8xh100"\n[between]\nper = "node"', ("between.per = 'node'", "'rank'", "'group'")),
-        ('like = "8xh100"\nbetween = 3', ("between = 3",)),
-        ('like = "8xh100"\nnodes = 0', ("nodes = 0", "1")),
-        ('like = "8xh100"\nswitch_ranks = 3', ("switch_ranks=3", "ranks_per_node=8")),
-        ("nodes = ", ()),
-        ('like = "9xh100"', ("9xh100", "8xh100")),
-    ],
-)
-def test_invalid_files_are_refused_with_key_and_value(tmp_path, text, words):
-    file = tmp_path / "ours.toml"
-    file.write_text(text)
-    with pytest.raises(ValueError) as error:
-        Cluster.load(file)
-    assert [word for word in ("ours.toml", *words) if word not in str(error.value)] == []
-
-
-@pytest.mark.parametrize("settings", [{"bandwidth": 0}, {"latency": -1}, {"per": "moon"}, {"turns": 1.5}, {"speed": 1}])
-def test_invalid_links_are_refused_with_argument_and_value(settings):
-    ((name, value),) = settings.items()
-    with pytest.raises(ValueError, match=rf"(?s){name}.*{value}"):
-        Link(**{"bandwidth": 1e9} | settings)
-
-
-def test_invalid_accelerators_are_refused_with_argument_and_value():
-    with pytest.raises(ValueError, match=r"(?s)flops.*0"):
-        replace(Cluster.named("8xh100").accelerator, flops=0)

@@ -319,8 +319,3 @@ def test_an_attention_choice_builds_its_method():
     assert isinstance(method, UPipe)
     assert isinstance(method.inner, WallFacer)
     assert (method.heads_per_stage, method.inner.teams.team_size) == (4, 2)
-
-
-def test_the_estimate_requires_an_attention_choice():
-    with pytest.raises(ValueError, match="AttentionChoice"):
-        estimate(replace(job(), attention=lambda mesh: None))

@@ -23,7 +23,7 @@ from armillary.attention.planning.base import SequencePlan
 from armillary.attention.plans import SEQUENCE_METHODS, named_method, names
 from armillary.attention.registry import SequenceEntry
 from armillary.core import CommLedger, SequenceLayout
-from armillary.core.testing import mesh
+from armillary.core.testing import mesh, refusal
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.plan.cli import main
 from armillary.plan.memory import Job, simulate
@@ -218,11 +218,8 @@ def test_its_communication_plan_is_refused_by_name(unplanned, name):
         (COUNTED, ("memory", "--model", "debug", "--tokens", "8Ki", "--attention"), "forward_memory"),
     ],
 )
-def test_commands_name_the_method_and_its_missing_function(unplanned, capsys, name, command, function):
-    with pytest.raises(SystemExit) as ended:
-        main([*command, name])
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert ended.value.code == 2
+def test_commands_name_the_method_and_its_missing_function(unplanned, name, command, function):
+    line = refusal(main, [*command, name])
     assert repr(name) in line and f" {function}" in line
 
 
