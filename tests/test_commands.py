@@ -20,8 +20,8 @@ from armillary.plan.memory.plan import MemoryOptions
 from armillary.plan.memory.simulation.simulate import Progress
 from armillary.plan.presets import amount
 from armillary.plan.search.search import SearchOptions
-from armillary.plan.tune import cli as tune
-from armillary.plan.tune.command import read_options as read_tune_options
+from armillary.plan.tune import main as tune
+from armillary.plan.tune import read_options as read_tune_options
 from armillary.train import cli as train
 from armillary.train.checkpoint import export
 from armillary.train.checkpoint.export import Export
@@ -178,7 +178,7 @@ HELPS = {
     "train": train.main,
     "generate": generate.main,
     "export": export.main,
-    "tune": tune.main,
+    "tune": tune,
     "check": check.main,
     **{f"plan {command}".strip(): plan.main for command in ("", *plan.COMMANDS)},
     **{f"data {command}".strip(): data.main for command in ("", *DATA_COMMANDS)},

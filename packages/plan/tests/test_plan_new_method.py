@@ -31,9 +31,7 @@ from armillary.plan.memory.estimate import AttentionChoice, estimate
 from armillary.plan.search.candidates import candidates
 from armillary.plan.search.report import heading
 from armillary.plan.search.search import SearchOptions, search
-from armillary.plan.tune import tuner
-from armillary.plan.tune.command import read_options
-from armillary.plan.tune.measurements import TunerState
+from armillary.plan.tune import Measurement, read_options, tune
 from armillary.train import Config, DataConfig, ModelConfig, TrainConfig
 from armillary.train.command import read_command
 from conformance import cases, check
@@ -242,16 +240,16 @@ SMALL = Config(
 )
 
 
-def tuned(out: Path) -> TunerState:
+def tuned(out: Path) -> list[Measurement]:
     """Runs the tuner's command on every rank."""
     with registered(), redirect_stdout(io.StringIO()):
         order = read_options(["--attention", NEW, "--iterations", "1", "--out", str(out)])
-        return tuner.tune(replace(order, run=SMALL))
+        return tune(replace(order, run=SMALL))
 
 
 def test_the_tuner_measures_it_for_the_trainer(worlds, tmp_path):
-    state = worlds(2).run(tuned, tmp_path / "tuned.toml")[0]
-    assert [str(each.candidate) for each in state.measurements] == [f"{NEW} on ring 2"]
-    assert state.choice in list(candidates(heads=4, ranks=2, rows=1))
+    (measurement,) = worlds(2).run(tuned, tmp_path / "tuned.toml")[0]
+    assert str(measurement.candidate) == f"{NEW} on ring 2"
+    assert measurement.candidate in list(candidates(heads=4, ranks=2, rows=1))
     run = read_command(["--config", str(tmp_path / "tuned.toml")])[0].run
     assert (run.parallel.attention, run.parallel.ring) == (NEW, 2)

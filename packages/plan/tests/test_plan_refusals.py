@@ -12,10 +12,10 @@ from armillary.models import GPTConfig, LlamaConfig
 from armillary.models.hub.families import FAMILIES
 from armillary.models.parts import describe
 from armillary.plan import Cluster, Link
+from armillary.plan import tune as tuner
 from armillary.plan.cli import main as plan
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import estimate
-from armillary.plan.tune import cli as tuner
 
 # A cluster's file that differs from a preset, and the words in the error.
 CLUSTERS = [
@@ -156,8 +156,9 @@ TUNE = [
     "--json",
     "--iterations 0",
     "--iterations x",
-    "--slower 0.5",
-    "--slower nan",
+    "--best 0",
+    ("--slower 0.5", "--slower", "--best"),
+    ("--slower=2", "--slower", "--best"),
     ("--attention flash", "--attention flash", "ring"),
     "--cluster moon",
     ("--cluster 8xh100 --parallel.tp 2", "--cluster", "--parallel.replicate 1", "--parallel.tp 2"),

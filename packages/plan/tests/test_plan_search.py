@@ -37,8 +37,8 @@ from armillary.plan.search.command_line import RECIPES, command_line, trainer_co
 from armillary.plan.search.fit_policy import fit_policy, largest
 from armillary.plan.search.report import as_dict, draw, figures, policy_rows, stored_text
 from armillary.plan.search.search import SearchOptions, passes_of, search
-from armillary.plan.tune.command import TuneOptions
-from armillary.plan.tune.command import read_options as read_tune_options
+from armillary.plan.tune import TuneOptions
+from armillary.plan.tune import read_options as read_tune_options
 from armillary.train.command import read_command
 
 # -- against measurements of papers -----------------------------------------------------------------------------------

@@ -1,0 +1,416 @@
+"""`armillary-tune`: measures which mesh and attention method train a model fastest on the machine that it runs on.
+
+Builds a block of the model like the trainer, on one mesh after another, and times forward and backward.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from armillary.attention import AttentionMask
+from armillary.attention.plans import names
+from armillary.core import world_size
+from armillary.core.parts import compat
+from armillary.data.console import Bar, Column, exit_on_error, parse, print_lines, print_table, refuse_removed
+from armillary.models import initialize, linear_token_loss
+from armillary.models.parts import one_block
+from armillary.plan.dry_run import job_of, time_of
+from armillary.plan.memory.estimate import estimate
+from armillary.plan.memory.room import Room
+from armillary.plan.presets import cluster_of, is_hybrid
+from armillary.plan.search.candidates import Candidate, candidates, layouts_of
+from armillary.plan.search.search import duration
+from armillary.plan.train_config import write_toml
+from armillary.train import Config, LogConfig, ParallelConfig, process_group
+from armillary.train.config import (
+    Count,
+    Source,
+    by_flag,
+    check_config,
+    check_limits,
+    check_model_flags,
+    model_config,
+    read_source,
+)
+from armillary.train.parts import (
+    Ranks,
+    batch_mask,
+    caused_by_peers,
+    check_consistent,
+    choose_axes,
+    collective_timeout,
+    kernel_with_sm_margin,
+    load_rows,
+    mesh_of,
+    open_stores,
+    precision,
+    shard_model,
+    watchdog_of,
+)
+
+PROGRAM = "armillary-tune"
+REMOVED = {"--slower": "name the number of candidates to measure, --best"}
+"""Flags that are gone, and what to write instead."""
+VOCABULARY = 256
+"""Vocabulary of the measured model. It is small, because embedding and loss take the same time for all candidates."""
+COLUMNS = (Column("candidate", text=True), Column("forward and backward"), Column("failed", text=True, own_line=True))
+
+
+@dataclass(frozen=True)
+class TuneOptions(Source):
+    """Measures which mesh and attention method train a model fastest on this machine.
+
+    Three ways to start:
+      # all meshes and methods on 8 GPUs
+      torchrun --nproc-per-node 8 -m armillary.plan.tune --recipe llama3_8b_128k
+      # only two methods, and of these the candidates that the planner predicts to be fastest
+      torchrun --nproc-per-node 8 -m armillary.plan.tune --attention usp upipe --cluster 8xh100
+      # start the run with the chosen mesh and method
+      torchrun --nproc-per-node 8 -m armillary.train --config tuned.toml
+
+    Start it on as many ranks as the run will have, with the run's own flags. It tries all meshes of shard x ring x
+    ulysses, keeps --parallel.replicate and --parallel.tp, and ignores the other flags of the mesh. With
+    --data.documents it also tries the layouts zigzag, contiguous and balanced, on the documents of the first batch. For
+    a hybrid it also tries zigzag and contiguous and, without tp, the run's layout with contiguous states.
+    """
+
+    out: Path = Path("tuned.toml")
+    """TOML file to write, for armillary-train --config: the run with the fastest mesh and method."""
+    iterations: Count = 3
+    """Measured passes (forward and backward) of each candidate, after a warm-up pass."""
+    attention: tuple[str, ...] = ()
+    """Methods to measure, named as for --parallel.attention; by default all. usp is ulysses+ring."""
+    cluster: str | None = None
+    """A cluster's name, such as 8xh100, or a TOML file. Measures only candidates that the planner predicts to be
+    fastest on it, of those that fit."""
+    best: Count = 10
+    """With --cluster: number of candidates to measure."""
+    run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+    @property
+    def measured_run(self) -> Config:
+        """The run with default shard, ring, ulysses, method and log, on which measurements do not depend."""
+        kept = ("replicate", "tp", "kernel", "zero_stage", "compiler")
+        parallel = ParallelConfig(**{name: getattr(self.run.parallel, name) for name in kept})
+        return replace(self.run, parallel=parallel, log=LogConfig())
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Seconds of a candidate's forward and backward: median over passes, each on its slowest rank.
+
+    Args:
+        seconds: None if the candidate failed.
+        reason: the errors of the ranks if the candidate failed, else "".
+    """
+
+    candidate: Candidate
+    seconds: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a candidate on one rank: seconds of each pass, or the reason of its failure.
+
+    Args:
+        by_peers: True if communication failed, because another rank has failed or died.
+    """
+
+    seconds: list[float] = field(default_factory=list[float])
+    reason: str = ""
+    by_peers: bool = False
+
+
+Measure = Callable[[Config, Candidate, torch.device, int], list[float]]
+"""Type of `measure`."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line and tunes.
+
+    Exit codes: 0: the choice is written. 1: an error ended the measurements. 2: wrong arguments, or no candidate could
+    be run; prints the reason in one line.
+    """
+    with exit_on_error(PROGRAM):
+        tune(read_options(sys.argv[1:] if argv is None else argv))
+
+
+def read_options(argv: Sequence[str]) -> TuneOptions:
+    """Parses a command line.
+
+    Raises:
+        ValueError: wrong flags or files of the trainer, a number outside its range, an unknown method or cluster, an
+            `out` that is no .toml file, a cluster together with replicate or tp, or a flag of an earlier version.
+    """
+    refuse_removed(argv, REMOVED)
+    # The recipe and the file give the defaults of the flags.
+    source, _, config = read_source(argv, PROGRAM)
+    options = parse(argv, TuneOptions, PROGRAM, TuneOptions(source.recipe, source.config, run=config))
+    check_limits(options.run)
+    check_limits(replace(options, run=Config()))
+    check_model_flags(argv, options.run.model)
+    parallel = options.run.parallel
+    if unknown := [name for name in options.attention if name not in names()]:
+        raise ValueError(f"--attention {unknown[0]}: no such method; known: {', '.join(names())}")
+    if options.out.is_dir() or options.out.suffix != ".toml":
+        raise ValueError(f"--out {options.out}: must be a file that ends in .toml")
+    if options.cluster is not None:
+        cluster_of(options.cluster)
+        if parallel.replicate * parallel.tp > 1:
+            raise ValueError(
+                f"--cluster {options.cluster} does not predict --parallel.replicate {parallel.replicate} x "
+                f"--parallel.tp {parallel.tp}; leave out --cluster or these"
+            )
+    return replace(options, recipe=source.recipe)
+
+
+# -- the candidates ----------------------------------------------------------------------------------------------------
+
+
+def all_candidates(options: TuneOptions, ranks: int) -> list[Candidate]:
+    """Returns all candidates on `ranks` ranks. Their meshes are shard x ring x ulysses; replicate and tp are the run's.
+
+    Raises:
+        ValueError: replicate x tp does not divide the ranks, or there are no candidates.
+    """
+    config = options.measured_run
+    parallel = config.parallel
+    other_ranks = parallel.replicate * parallel.tp
+    if ranks % other_ranks:
+        raise ValueError(
+            f"--parallel.replicate {parallel.replicate} x --parallel.tp {parallel.tp} do not divide {ranks} ranks"
+        )
+    model = model_config(config.model, VOCABULARY, config.data.sequence_length)
+    # Rows of a micro-batch on one of the `replicate` groups of ranks.
+    rows = config.data.global_batch_size // (parallel.replicate * config.train.accumulation)
+    # The run's own layout first, then others that may send less or balance the work better.
+    layouts = tuple(dict.fromkeys((config.data.layout, *layouts_of(is_hybrid(model), config.data.documents))))
+    relaid = is_hybrid(model) and parallel.tp == 1
+    heads, ranks_left = model.heads // parallel.tp, ranks // other_ranks
+    result = list(candidates(heads, ranks_left, rows, options.attention, layouts=layouts, relaid=relaid))
+    if not result:
+        raise ValueError(f"--attention {' '.join(options.attention)}: nothing to measure on {ranks} ranks; name others")
+    return result
+
+
+def candidates_to_measure(options: TuneOptions, ranks: int, dtype: torch.dtype) -> list[Candidate]:
+    """Returns all candidates or, with `--cluster`, the `--best` that are predicted to be fastest of those that fit.
+
+    If none is predicted to fit, ranks all as if they did, because the prediction may be wrong.
+
+    Raises:
+        ValueError: as `all_candidates`, or a cluster with another number of ranks.
+    """
+    every = all_candidates(options, ranks)
+    if options.cluster is None:
+        return every
+    config, cluster = options.measured_run, cluster_of(options.cluster)
+    if cluster.ranks != ranks:
+        raise ValueError(f"--cluster {options.cluster} has {cluster.ranks} ranks, and {ranks} are running")
+    # The data may decide the vocabulary. Then predict with the small one of the measured model.
+    model = model_config(config.model, config.model.vocab_size or VOCABULARY, config.data.sequence_length)
+    room, seconds, fitting = Room.of(cluster), dict[Candidate, float](), list[Candidate]()
+    for candidate in every:
+        run = candidate.apply_to(config)
+        job = job_of(run, candidate.mesh.axes, model, dtype)
+        seconds[candidate] = time_of(run, job, cluster).seconds
+        if room.share(estimate(job)) <= 1:
+            fitting.append(candidate)
+    return sorted(fitting or every, key=lambda candidate: seconds[candidate])[: options.best]
+
+
+# -- one candidate -----------------------------------------------------------------------------------------------------
+
+
+def measure(config: Config, candidate: Candidate, device: torch.device, iterations: int) -> list[float]:
+    """Returns this rank's seconds of `iterations` passes after a warm-up. Every rank must call it.
+
+    Raises:
+        ValueError: as `build_pass`.
+    """
+    run_pass = build_pass(config, candidate, device)
+    run_pass()  # the warm-up: allocates, compiles and opens connections
+    seconds = list[float]()
+    for _ in range(iterations):
+        dist.barrier()  # all ranks start together
+        synchronize(device)
+        start = time.perf_counter()
+        run_pass()
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def build_pass(config: Config, candidate: Candidate, device: torch.device) -> Callable[[], None]:
+    """Returns a function that runs forward and backward of one block; for a hybrid, of one period of its blocks.
+
+    Every rank must call it. The model is sharded as the trainer does it.
+
+    Raises:
+        ValueError: the model, the rows or the length do not allow the candidate. Every rank raises.
+    """
+    # 1. The mesh and the method of the candidate.
+    config = candidate.apply_to(config)
+    check_config(config)
+    axes, dtype = choose_axes(config, world_size()), precision(config, device)
+    mesh = mesh_of(config, device, axes)
+    # 2. The model: one block, or for a hybrid one period of the blocks that it repeats.
+    block = model_config(config.model, VOCABULARY, config.data.sequence_length)
+    block = replace(block, layers=len(block.mixers)) if is_hybrid(block) else one_block(block)
+    block = replace(block, vocab_size=VOCABULARY)
+    model, attention = shard_model(block, config, mesh, dtype)
+    attention.kernel = kernel_with_sm_margin(config, block, dtype, device, axes["ring"])
+    # 3. Random tokens. With documents, the layout and the mask are those of the run's first batch.
+    layout, mask = attention.layout(config.data.sequence_length, config.data.layout), AttentionMask()
+    if config.data.documents:
+        replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
+        stores = open_stores(config.data, config.model.pretrained)
+        batch = load_rows(config, stores, attention, replica)[0].batch(0)
+        layout, mask = batch.layout, batch_mask(batch.documents, batch.parents, config.data.documents)
+    model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
+    initialize(model, config.train.seed)
+    positions = layout.positions(attention.shard).to(device)
+    tokens = torch.randint(VOCABULARY, (config.rows_per_batch, len(positions)), device=device)
+    # All labels take the same time, so shifted tokens are good enough.
+    head = partial(linear_token_loss, labels=tokens.roll(1, dims=1))
+
+    def run_pass() -> None:
+        total, count = model(tokens, positions=positions, mask=mask, layout=layout, head=head)
+        (total / count).backward()
+        model.zero_grad()
+
+    return run_pass
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until a GPU has finished its kernels."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- all candidates ----------------------------------------------------------------------------------------------------
+
+
+def tune(options: TuneOptions, measure: Measure = measure) -> list[Measurement]:
+    """Measures the candidates, prints the result and writes the fastest. Returns all measurements, fastest first.
+
+    Every rank must call it; all return the same.
+
+    Raises:
+        ValueError: there are no candidates, none of them could be run, or the file cannot be written; on every rank.
+    """
+    config, measurements = options.measured_run, list[Measurement]()
+    with ExitStack() as stack:
+        # 1. The candidates, in a process group whose store outlives it: the watchdog and `exchange` use the store.
+        with new_group(config) as (device, ranks):
+            watchdog = stack.enter_context(watchdog_of(config))
+            flags = {f"--{name}": getattr(options, name) for name in ("iterations", "attention", "cluster", "best")}
+            check_consistent("the configuration", by_flag(config) | flags)
+            dtype = precision(config, device)
+            selected = ranks.on_first(lambda: candidates_to_measure(options, world_size(), dtype))
+            run_id = ranks.on_first(time.time_ns)  # a caller's store may have the outcomes of an earlier run
+            store = dist.PrefixStore(f"armillary/tune/{run_id}", compat.default_store())
+            # A rank that fails waits until its peers have noticed, which may take the time-out of a collective.
+            store.set_timeout(2 * collective_timeout(config))
+        # 2. Measure each in a process group of its own, so that communicators do not accumulate.
+        bar = stack.enter_context(Bar("tuning", quiet=ranks.rank > 0))
+        for number, candidate in enumerate(selected):
+            bar.show(f"measuring {candidate}", number, len(selected))
+            watchdog.start_phase("measuring", number + 1)
+            with new_group(config) as (device, ranks):
+                outcome = attempt(partial(measure, config, candidate, device, options.iterations), ranks, device)
+            # Outside of the group, which a failed rank has left, so that its peers fail too and come here.
+            outcomes = exchange(outcome, store, number, ranks)
+            measurements.append(combined(candidate, outcomes))
+        # 3. The fastest. Rank 0 prints and writes.
+        watchdog.start_phase("writing", len(selected))
+        measurements.sort(key=lambda each: (each.seconds is None, each.seconds))
+        with new_group(config) as (_, ranks):
+            ranks.on_first(lambda: report(options, measurements, ranks.size))
+    return measurements
+
+
+@contextmanager
+def new_group(config: Config) -> Generator[tuple[torch.device, Ranks]]:
+    """Context manager with a new default process group. Yields this rank's device, and `Ranks` of the group."""
+    hook = sys.excepthook  # starting a group wraps the hook, so restore it at the end
+    with process_group(config) as device:
+        ranks = Ranks(collective_timeout(config))
+        yield device, ranks
+        ranks.close()
+    sys.excepthook = hook
+
+
+def attempt(passes: Callable[[], list[float]], ranks: Ranks, device: torch.device) -> Outcome:
+    """Runs the passes of a candidate. Returns their seconds or, if an error ends them, its first line."""
+    try:
+        seconds = passes()
+        ranks.barrier()  # no rank leaves the group while another still uses it
+        outcome = Outcome(seconds)
+    except (ValueError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        outcome = Outcome(reason=reason, by_peers=caused_by_peers(error))
+    # The error's frames are gone here, so this frees the candidate's tensors and connections.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return outcome
+
+
+def exchange(outcome: Outcome, store: dist.Store, number: int, ranks: Ranks) -> list[Outcome]:
+    """Returns the outcomes of candidate `number` on all ranks. Needs no process group, only the store.
+
+    Raises:
+        torch.distributed.DistError: a rank is missing.
+    """
+    store.set(f"{number}/{ranks.rank}", json.dumps(asdict(outcome)))
+    return [Outcome(**json.loads(store.get(f"{number}/{rank}"))) for rank in range(ranks.size)]
+
+
+def combined(candidate: Candidate, outcomes: Sequence[Outcome]) -> Measurement:
+    """Returns the measurement of a candidate from the outcomes of all ranks. It failed if it failed on any rank."""
+    failed = [outcome for outcome in outcomes if outcome.reason]
+    if failed:
+        # Ranks whose communication failed name only the consequence, if another rank names the cause.
+        causes = [outcome for outcome in failed if not outcome.by_peers] or failed
+        return Measurement(candidate, None, "; ".join(dict.fromkeys(outcome.reason for outcome in causes)))
+    passes = zip(*(outcome.seconds for outcome in outcomes), strict=True)
+    return Measurement(candidate, median(map(max, passes)))
+
+
+def report(options: TuneOptions, measurements: Sequence[Measurement], ranks: int) -> None:
+    """Prints all measurements, which are sorted, and writes the configuration of the run with the fastest candidate.
+
+    Raises:
+        ValueError: no candidate could be run, or the file cannot be written.
+    """
+    best = measurements[0]
+    if best.seconds is None:
+        raise ValueError(
+            f"none of {len(measurements)} candidates could be run; the first, {best.candidate}: {best.reason}"
+        )
+    times = ["" if each.seconds is None else duration(each.seconds) for each in measurements]
+    print_table(COLUMNS, [(str(m.candidate), text, m.reason) for m, text in zip(measurements, times, strict=True)])
+    comment = f"{best.candidate}, measured by armillary-tune to be fastest on {ranks} ranks"
+    write_toml(options.out, options.recipe or "debug", best.candidate.apply_to(options.run), comment)
+    print_lines("", f"chosen: {best.candidate}; train with --config {options.out}")
+
+
+if __name__ == "__main__":
+    record(main)()  # writes an exception to the file in which torchrun looks for the cause of a failure
