@@ -319,20 +319,6 @@ def test_forward_takes_no_more_memory_if_the_result_does_not_fit_into_out(head_d
     assert peak("layer") <= peak("attention_output")
 
 
-def test_unsupported_options_raise():
-    with pytest.raises(ValueError, match="Linear"):
-        Checkpointing("layer").apply(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"policy 'all'.*none, layer, attention_output"):
-        Checkpointing("all")
-    with pytest.raises(ValueError, match=r"offload=True .* policy 'none'"):
-        Checkpointing("none", offload=True)
-    with pytest.raises(ValueError, match="chunks of 0 tokens"):
-        Checkpointing(chunk=0)
-    model = Llama(LlamaConfig(**SIZES), lambda q, k, v, *, mask, layout: q)
-    with pytest.raises(ValueError, match=r"policy 'layer' .*function"):
-        Checkpointing("layer").apply(model)
-
-
 # -- token-wise functions ---------------------------------------------------------------------------------------------
 
 

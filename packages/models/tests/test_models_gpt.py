@@ -47,8 +47,6 @@ def test_logits_match_transformers():
 
 def test_a_shard_needs_only_its_positions():
     model, layout = build(), SequenceLayout.zigzag(29, 2)
-    with pytest.raises(ValueError, match="positions are needed"):
-        model(layout.take(IDS, 1), layout=layout)
     hidden = model.transformer.wte(IDS) + model.transformer.wpe(torch.arange(29))
     model.transformer.h = torch.nn.ModuleList()
     shard = model.transformer(layout.take(IDS, 1), positions=layout.positions(1), layout=layout)
@@ -71,13 +69,6 @@ def test_checkpoint_policies_change_no_gradient(options, stage):
     # Key biases do not change attention: their gradients are only rounding.
     pairs = [(a, b) for a, b in zip(result, exact, strict=True) if b.norm() > 1e-9]
     assert max(itertools.starmap(relative_error, pairs)) < 1e-10
-
-
-def test_invalid_sizes_are_refused():
-    with pytest.raises(ValueError, match=r"dim=10.*heads=4"):
-        GPTConfig(dim=10, layers=1, heads=4)
-    with pytest.raises(ValueError, match=r"33 tokens .*32 .*max_positions"):
-        build()(torch.zeros(1, 33, dtype=torch.long))
 
 
 def test_parameter_count():

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hub_folders import SMALL, attend, build, same, split
+from hub_folders import SMALL, attend, build, edit_tensors, same, split
 from safetensors.torch import load_file
 
-from armillary.models import Llama
+from armillary.models import Llama, pretrained_config
 
 NAMES = {
     "model.embed_tokens.weight": (11, 8),
@@ -106,10 +106,11 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
     assert same(Llama.from_pretrained(folder, attend), build())
 
 
-def test_a_model_without_data_is_not_saved(tmp_path):
-    with (
-        torch.device("meta"),
-        pytest.raises(ValueError, match=r"model.embed_tokens.weight"),
-    ):
-        Llama(SMALL, attend).save_pretrained(tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_rope_frequencies_in_old_folders_are_ignored(folder):
+    edit_tensors(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)})
+    assert same(Llama.from_pretrained(folder, attend), build())
+
+
+def test_a_folder_without_weights_has_the_sizes_of_its_config(folder):
+    (folder / "model.safetensors").unlink()
+    assert pretrained_config(folder) == SMALL

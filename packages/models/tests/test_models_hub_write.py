@@ -150,8 +150,6 @@ def test_another_source_changes_no_weight(tmp_path, source):
     assert names(tmp_path / "new") == {"config.json", "model.safetensors", *TOKENIZER}
     assert described(tmp_path / "new")["rope_theta"] == SMALL.rope_theta
     assert described(tmp_path / "new")["bos_token_id"] == 1
-    with pytest.raises(ValueError, match="source='nowhere'"):
-        build().save_pretrained(tmp_path / "new", "nowhere")
 
 
 def test_a_source_may_have_been_removed_or_be_the_folder_itself(tmp_path, source):
@@ -178,14 +176,6 @@ def test_weights_are_rounded_on_saving_and_loading(tmp_path, model):
     assert same(saved, read) and same(saved, model().bfloat16())
     assert described(tmp_path / "small")["torch_dtype"] == "bfloat16"
     assert described(tmp_path / "large")["torch_dtype"] == "float32"
-
-
-def test_arguments_that_cannot_be_saved_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"model.embed_tokens.weight.*torch.int8"):
-        build().save_pretrained(tmp_path, dtype=torch.int8)
-    with pytest.raises(ValueError, match="max_file_bytes=0"):
-        build().save_pretrained(tmp_path, max_file_bytes=0)
-    assert not names(tmp_path)
 
 
 # -- GPT-2's files ------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from math import prod
 import pytest
 import torch
 import torch.nn.functional as F
-from hub_folders import edit_config
 from test_models_parallel import LAYER, TILED, Case, compare_all, on_one_rank
 from torch import Tensor
 
@@ -224,7 +223,7 @@ def test_checkpoint_policies_change_no_gradient(policy):
     assert max(relative_error(a, b) for a, b in zip(*grads, strict=True)) < 1e-10
 
 
-# -- configs and refusals --------------------------------------------------------------------------------------------
+# -- configs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -243,50 +242,6 @@ def test_flops_count_states_and_attention_layers_only():
     rates = [HYBRID.flops_per_token(n) for n in (1000, 2000, 3000)]
     assert rates[2] - rates[1] == pytest.approx(rates[1] - rates[0])
     assert rates[1] - rates[0] == pytest.approx(12 * 500 * 64)  # one attention layer
-
-
-@pytest.mark.parametrize(
-    "change, name",
-    [
-        ({"mixers": ("delta_rule", "rwkv")}, "rwkv"),
-        ({"mixers": ()}, "mixers"),
-        ({"mixers": ("delta_rule",) * 5}, "layers=3"),
-        ({"states": None}, "states=None"),
-        ({"mixers": ("attention",)}, "mixers"),
-    ],
-)
-def test_mismatched_configs_are_refused(change, name):
-    with pytest.raises(ValueError, match=name):
-        replace(HYBRID, **change)
-
-
-def test_value_heads_must_be_a_multiple_of_key_heads():
-    with pytest.raises(ValueError, match="key_heads 3"):
-        StateConfig(heads=4, key_heads=3, key_dim=2, value_dim=2)
-
-
-def refusals() -> list[str]:
-    over, messages = mesh(tp=2, ring=2), []
-    ids = torch.zeros(1, 6, dtype=torch.long)
-    for config, kind, mask in (
-        (replace(HYBRID, states=replace(STATES, heads=2, key_heads=1)), "zigzag", None),
-        (HYBRID, "striped", None),
-        (HYBRID, "zigzag", AttentionMask(window=(3, 0))),
-    ):
-        model, attend = Llama(config), build_attention("ring", over)
-        layout = attend.layout(12, kind)
-        with pytest.raises(ValueError) as caught:
-            parallelize(model, over, attention=attend, precision=None)
-            model(ids, positions=layout.positions(attend.shard), layout=layout, mask=mask)
-        messages.append(str(caught.value))
-    return messages
-
-
-def test_unsupported_layouts_masks_and_head_counts_are_refused_on_every_rank(worlds):
-    for heads, layout, mask in worlds(4).run(refusals):
-        assert "states.key_heads 1" in heads
-        assert "relayout" in layout
-        assert "window" in mask
 
 
 # -- generation ------------------------------------------------------------------------------------------------------
@@ -322,11 +277,6 @@ def test_greedy_text_equals_full_forwards(tokens):
     assert len({*expected[0].tolist()}) > 3
 
 
-def test_a_window_is_refused():
-    with pytest.raises(ValueError, match="window"):
-        generate(generator_model(), prompt(2), new_tokens=2, mask=AttentionMask(window=(3, None)))
-
-
 def generated() -> Tensor:
     over = mesh(ring=2, tp=2)
     model = generator_model()
@@ -351,20 +301,3 @@ def test_a_saved_folder_has_the_mixers_and_every_weight(tmp_path):
     assert loaded.config == model.config
     ids = prompt(8)
     assert torch.equal(loaded(ids), model(ids))
-
-
-@pytest.mark.parametrize(
-    "change, name",
-    [
-        ({"mixers": ["delta_rule", 3]}, "mixers"),
-        ({"mixers": ["delta_rule", "attention", "attention"]}, "self_attn"),
-        ({"states": {"heads": 4}}, "states"),
-        ({"states": vars(STATES) | {"key_dim": 7}}, "linear_attn"),
-        ({"states": vars(STATES) | {"heads": 0}}, "states.heads"),
-    ],
-)
-def test_folders_of_other_hybrids_are_refused_by_name(tmp_path, change, name):
-    Llama(HYBRID).save_pretrained(tmp_path)
-    edit_config(tmp_path, **change)
-    with pytest.raises(ValueError, match=name):
-        Llama.from_pretrained(tmp_path)

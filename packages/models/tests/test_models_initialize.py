@@ -177,10 +177,3 @@ def test_wrapping_blocks_changes_no_weight():
         model.model.layers[i] = checkpoint_wrapper(block)
     initialize(model, seed=0)
     assert all(torch.equal(model.state_dict()[name], p) for name, p in plain(SMALL).named_parameters())
-
-
-def test_meta_parameters_are_refused_by_name():
-    with torch.device("meta"):
-        model = Llama(SMALL, attend)
-    with pytest.raises(ValueError, match=r"model.embed_tokens.weight.*to_empty"):
-        initialize(model, seed=0)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from test_models_linear_loss import needs_torch
 
 from armillary.core.testing import mesh, relative_error
 from armillary.models import LabelTriples, interleaved_shard, linear_token_loss, token_loss
@@ -142,36 +141,3 @@ def test_vocabulary_shards_equal_one_rank(worlds):
         total, _ = token_loss(full, LabelTriples(*triples, (B, tokens)), z_loss=z_loss)
         exact = [total.detach(), *torch.autograd.grad(total, full)]
         assert largest_error([logits_losses[0], torch.cat(logits_gradients, 2)], exact) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"labels": torch.tensor([1, 2])}, r"\[M\].*\[\(3,\), \(2,\), \(3,\)\]"),
-        ({"positions": torch.tensor([0.0, 1, 2])}, "integers.*torch.float32"),
-        ({"positions": torch.tensor([0, 1, 14])}, r"positions.*14.*\(2, 7\).*13"),
-        ({"labels": torch.tensor([1, 2, -100])}, "label -100"),
-        ({"weights": torch.tensor([1.0, -1, 1])}, "weights.*-1"),
-        ({"weights": torch.tensor([1.0, torch.inf, 1])}, "weights"),
-    ],
-)
-def test_invalid_triples_are_refused(change, message):
-    fields = {"positions": torch.arange(3), "labels": torch.arange(3), "weights": torch.ones(3), "shape": (B, T)}
-    with pytest.raises(ValueError, match=message):
-        LabelTriples(**fields | change)
-
-
-def test_triples_of_another_token_count_are_refused():
-    hidden, weight, _ = inputs()
-    columns = torch.arange(3), torch.tensor([1, 2, V]), torch.ones(3)
-    with pytest.raises(ValueError, match=r"got \(2, 7, 6\), \(11, 6\), \(2, 8\)"):
-        linear_token_loss(hidden, weight, LabelTriples(*columns, (B, T + 1)))
-    with pytest.raises(ValueError, match=r"label 11.*11"):
-        linear_token_loss(hidden, weight, LabelTriples(*columns, (B, T)))
-
-
-@needs_torch
-def test_torchs_backend_refuses_several_labels_per_token():
-    hidden, weight, _ = inputs()
-    with pytest.raises(ValueError, match=r"one label .* got LabelTriples"):
-        linear_token_loss(hidden, weight, LabelTriples(*triples_of(), (B, T)), backend="torch")

@@ -176,25 +176,6 @@ def test_a_head_replaces_the_logits():
     assert loss.item() == pytest.approx(token_loss(model(tokens), tokens)[0].item(), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "tokens, positions, message",
-    [
-        (torch.zeros(5, dtype=torch.long), None, r"ids .*\[B, T\].*\(5,\)"),
-        (torch.zeros(2, 5, dtype=torch.long), torch.arange(4), r"ids \(2, 5\).*\(4,\)"),
-        (torch.zeros(2, 5, dtype=torch.long), torch.zeros(3, 5).long(), r"got \(3, 5\)"),
-        (torch.zeros(2, 5, dtype=torch.long), torch.arange(5.0), "got .* of torch.float32"),
-    ],
-)
-def test_mismatched_ids_and_positions_are_refused(tokens, positions, message):
-    with pytest.raises(ValueError, match=message):
-        build()(tokens, positions=positions)
-
-
-def test_a_shard_without_positions_is_refused():
-    with pytest.raises(ValueError, match=r"positions.*2 shards.*layout.positions\(shard\)"):
-        build()(ids(), layout=SequenceLayout.zigzag(2 * N, 2))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_is_close_to_float64(dtype):
     exact = build()

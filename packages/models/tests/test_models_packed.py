@@ -25,11 +25,3 @@ def test_documents_of_a_packed_row_equal_separate_rows(config):
         for span in documents:
             alone = model(ids[row : row + 1, span.start : span.stop])[0]
             assert torch.allclose(logits[row, span.start : span.stop], alone, rtol=1e-10, atol=1e-12)
-
-
-def test_positions_of_other_shapes_are_refused():
-    model, ids = Llama(LLAMA), torch.zeros(2, 6, dtype=torch.int64)
-    for wrong in (torch.arange(5), torch.arange(18).view(3, 6), torch.arange(6.0)):
-        with pytest.raises(ValueError, match=r"positions.*ids \(\d, 6\)"):
-            model(ids, positions=wrong)
-    assert model(ids, positions=torch.arange(6).expand(2, 6)).shape == (2, 6, 37)

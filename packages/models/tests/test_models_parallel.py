@@ -1,6 +1,5 @@
 """Models on meshes: loss, gradients and weights after a step equal those of the plain model on one rank."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -9,12 +8,11 @@ from math import prod
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from armillary.attention import AttentionMask, Method, Ring, build_attention
+from armillary.attention import AttentionMask, build_attention
 from armillary.core import Axis, SequenceLayout
 from armillary.core.parts import compat
 from armillary.core.testing import Dispatched, mesh, relative_error
@@ -252,67 +250,6 @@ def test_initial_weights_are_bitwise_equal(worlds):
             assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-class Adapted(nn.Linear):
-    """A linear layer with an adapter: replacing its class would drop the adapter."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input) + 1
-
-
-def wrapped(model: GPT) -> GPT:
-    model.transformer.h[0] = checkpoint_wrapper(model.transformer.h[0])
-    return model
-
-
-def adapted(model: Llama) -> Llama:
-    model.model.layers[1].self_attn.q_proj = Adapted(32, 64, bias=False)
-    return model
-
-
-def refusals() -> list[str]:
-    """Error messages of `parallelize`."""
-    over = mesh(tp=2, ulysses=2)
-    wrong: list[tuple[Llama | GPT, DeviceMesh, Method | None]] = [
-        (Llama(replace(LLAMA, heads=3, kv_heads=3)), over, None),
-        (Llama(replace(LLAMA, heads=4, kv_heads=1)), over, None),
-        (Llama(replace(LLAMA, hidden_dim=49)), over, None),
-        (Llama(replace(LLAMA, heads=2, kv_heads=2)), over, build_attention("ulysses", over)),
-        (Llama(LLAMA), over["tp"], None),
-        (wrapped(GPT(LEARNED)), over, None),
-        (adapted(Llama(LLAMA)), over, None),
-        (Llama(replace(LLAMA, hidden_dim=1)), over, None),
-        (Llama(LLAMA), over, Ring(over["tp"])),
-    ]
-    messages: list[str] = []
-    for model, axes, attention in wrong:
-        before = {name: type(module) for name, module in model.named_modules()}
-        with pytest.raises(ValueError) as caught:
-            parallelize(model, axes, attention=attention)
-        messages.append(str(caught.value))
-        assert {name: type(module) for name, module in model.named_modules()} == before
-    with pytest.raises(ValueError) as caught:
-        parallelize(Llama(LLAMA), over, zero_stage=4)
-    return [*messages, str(caught.value)]
-
-
-def test_mismatched_arguments_are_refused_on_every_rank_before_any_change(worlds):
-    for messages in worlds(4).run(refusals):
-        patterns = (
-            "heads 3 .*2 .*'tp'",
-            "kv_heads 1 .*2 ",
-            "MLP width 49 .*2 ",
-            "1 query heads .*2 .*'ulysses'",
-            "tp",
-            "transformer.h.0.ln_1",
-            "model.layers.1.self_attn.q_proj .*Adapted.*Linear",
-            "MLP width 1 .*2 ",
-            "'tp'",
-            "zero_stage=4",
-        )
-        for pattern, message in zip(patterns, messages, strict=True):
-            assert re.search(pattern, message), message
-
-
 def refused_dtensors() -> None:
     """Models and losses name an argument that is a DTensor, before they send anything."""
     over = mesh(ring=2, tp=2)
@@ -392,14 +329,3 @@ def gradients_of_two_micro_batches(zero_stage: int) -> list[float]:
 def test_a_rank_without_rows_accumulates_under_every_zero_stage(worlds):
     world = worlds(4)
     assert world.run(gradients_of_two_micro_batches, 1) == world.run(gradients_of_two_micro_batches, 3)
-
-
-def contiguous_states_after_a_refusal() -> bool:
-    model = Llama(LLAMA, attention=lambda q, k, v, *, mask, layout: q)
-    with pytest.raises(ValueError, match="'layer' needs an armillary method"):
-        parallelize(model, mesh(ring=2), checkpointing=Checkpointing("layer"), contiguous_states=True)
-    return model.model.contiguous_states
-
-
-def test_a_refused_checkpoint_policy_changes_nothing(worlds):
-    assert worlds(2).run(contiguous_states_after_a_refusal) == [False] * 2

@@ -59,24 +59,3 @@ def test_cosines_and_sines_are_multiplied_by_the_amplitude():
     assert scaling.amplitude > 1.1
     torch.testing.assert_close(rotation.cos, angles.cos() * scaling.amplitude, rtol=0, atol=0)
     torch.testing.assert_close(rotation.sin, angles.sin() * scaling.amplitude, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "scaling, options, message",
-    [
-        (LinearScaling, {"factor": 0.0}, "LinearScaling.*factor=0.0"),
-        (LinearScaling, {"factor": "2"}, "factor='2'"),
-        (Llama3Scaling, LLAMA31 | {"high_freq_factor": 1.0}, "high_freq_factor=1.0.*low_freq_factor=1.0"),
-        (YarnScaling, YARN | {"original_max_position_embeddings": None}, "original_max_position_embeddings=None"),
-        (YarnScaling, YARN | {"beta_fast": 0.5}, "beta_fast=0.5.*beta_slow=1.0"),
-        (YarnScaling, YARN | {"mscale": -1.0}, "mscale=-1.0"),
-    ],
-)
-def test_invalid_scalings_are_refused_by_name(scaling, options, message):
-    with pytest.raises(ValueError, match=message):
-        scaling(**options)
-
-
-def test_yarn_needs_frequencies_that_fall_with_the_index():
-    with pytest.raises(ValueError, match="rope_theta=1"):
-        YarnScaling(factor=4.0, original_max_position_embeddings=8192).frequencies(64, 1.0)

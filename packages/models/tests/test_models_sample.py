@@ -180,36 +180,6 @@ def test_the_model_is_restored(after):
     assert torch.equal(generate(model, prompt(), new_tokens=5), greedy(model, prompt(), 5))
 
 
-def dense(q, k, v, *, mask, layout):
-    return q
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"ids": torch.zeros(5, dtype=torch.long)}, r"\[B, N\].*\(5,\) of torch.int64"),
-        ({"ids": torch.zeros(1, 0, dtype=torch.long)}, r"\(1, 0\)"),
-        ({"ids": torch.zeros(1, 5)}, "of torch.float32"),
-        ({"ids": torch.full((1, 5), 61)}, r"ids.*61.*60"),
-        ({"new_tokens": 0}, "new_tokens=0"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"temperature": float("nan")}, "temperature=nan"),
-        ({"temperature": "low"}, "temperature='low'"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"top_k": 1.5}, "top_k=1.5"),
-        ({"top_p": 0.0}, "top_p=0.0"),
-        ({"mask": AttentionMask(causal=False)}, "mask="),
-        ({"mask": AttentionMask(documents=[0, 4, 9])}, "mask="),
-        ({"model": build("gpt"), "new_tokens": 32}, "9 .*32 .*max_positions=40"),
-        ({"model": build(attention=dense)}, "attention function.*Local"),
-    ],
-)
-def test_mismatched_arguments_are_refused_at_once(change, message):
-    arguments = {"model": build(), "ids": prompt(), "new_tokens": 3} | change
-    with pytest.raises(ValueError, match=message):
-        stream(arguments.pop("model"), arguments.pop("ids"), **arguments)
-
-
 def test_a_gpt_generates_up_to_its_last_position():
     model = build("gpt")
     assert torch.equal(generate(model, prompt(), new_tokens=31), greedy(model, prompt(), 31))

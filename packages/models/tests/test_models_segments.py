@@ -287,42 +287,6 @@ def test_under_fsdp_and_tensor_parallelism_gradients_are_the_same(worlds, axes, 
         assert actual == [True, True]
 
 
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"policy": "none", "inputs": 2}, "inputs 2.*policy 'none'"),
-        ({"policy": "layer", "outputs": 2}, "outputs 2.*policy 'attention_output'"),
-        ({"policy": "layer", "on_device": 2}, "on_device 2.*offload"),
-        ({"policy": "layer", "inputs": 0}, "inputs 0"),
-        ({"policy": "attention_output", "outputs": -1}, "outputs -1"),
-        ({"policy": "layer", "offload": True, "on_device": -1}, "on_device -1"),
-    ],
-)
-def test_invalid_options_are_refused(options, reason):
-    with pytest.raises(ValueError, match=reason):
-        Checkpointing(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (replace(LAYER, inputs=8), "inputs 8.*7"),
-        (replace(OUTPUT, outputs=9), "outputs 9.*7"),
-        (replace(LAYER, offload=True, on_device=8), "on_device 8.*7"),
-        (replace(LAYER, offload=True, inputs=3, on_device=3), "inputs 3.*on_device 3"),
-    ],
-)
-def test_counts_above_the_number_of_blocks_are_refused(options, reason):
-    model = build(Checkpointing())
-    before = [block.run for block in model.model.layers]
-    with pytest.raises(ValueError, match=reason):
-        options.apply(model)
-    assert [block.run for block in model.model.layers] == before
-
-
 def test_every_block_can_have_its_own_policy():
     assert [k.host for k in tensors_by_block(4, 4, 0, 3)] == [True, True, True, False]
     assert all(k.x for k in tensors_by_block(4, 4, 0, 1))

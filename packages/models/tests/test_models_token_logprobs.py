@@ -126,21 +126,8 @@ def test_full_logits_are_never_allocated():
     assert "addmm_" in allocations.names and allocations.largest == 256 * 8
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "named"),
-    [
-        ({"labels": torch.zeros(2, 8)}, ValueError, "labels"),
-        ({"labels": torch.zeros(2, 7, dtype=torch.long)}, ValueError, "labels"),
-        ({"labels": torch.zeros(3, dtype=torch.long)}, ValueError, "labels"),
-        ({"labels": torch.zeros(3, dtype=torch.long), "positions": torch.zeros(2).long()}, ValueError, "positions"),
-        ({"labels": torch.zeros(1, dtype=torch.long), "positions": torch.tensor([16])}, ValueError, "16"),
-        ({"temperature": 0.0}, ValueError, "temperature"),
-        ({"chunk": 0}, ValueError, "chunk"),
-        ({"labels": torch.full((2, 8), V)}, RuntimeError, "index"),
-        ({"labels": torch.full((2, 8), -1)}, RuntimeError, "index"),
-    ],
-)
-def test_invalid_arguments_are_refused(change, error, named):
-    hidden, weight, _, labels, *_ = inputs(2, 8)
-    with pytest.raises(error, match=named):
-        token_logprobs(**{"hidden": hidden, "weight": weight, "labels": labels} | change)
+@pytest.mark.parametrize("label", [V, -1])
+def test_a_label_out_of_range_raises(label):
+    hidden, weight, *_ = inputs(2, 8)
+    with pytest.raises(RuntimeError, match="index"):
+        token_logprobs(hidden, weight, torch.full((2, 8), label))
