@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from armillary.attention import ContextParallel
-from armillary.core.testing import mesh, relative_error, value_errors
+from armillary.core.testing import mesh, relative_error
 
 pytest.importorskip("diffusers")
 from diffusion_models import BUILD, TEXT, Inputs, draw, flux, qwen, sd3, wan
@@ -118,123 +118,6 @@ def error_of_two_lengths() -> tuple[float, str]:
 
 def test_recomputed_blocks_use_the_length_of_their_forward(worlds):
     assert max(worlds(RANKS).run(error_of_two_lengths)) < (LIMITS["wan"], "")
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
-def prepared_model(build=flux, **options):
-    model, inputs = build()
-    context_parallel().prepare(model, compare=False, **options)
-    return model, inputs
-
-
-def with_ip_adapter():
-    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
-
-    model, inputs = prepared_model()
-    model.transformer_blocks[0].attn.set_processor(FluxIPAdapterAttnProcessor(64, TEXT))
-    return model(**inputs)
-
-
-def with_cache():
-    from diffusers import FirstBlockCacheConfig
-
-    model, inputs = prepared_model()
-    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    return model(**inputs)
-
-
-def with_own_parallelism():
-    model, inputs = prepared_model()
-    model._parallel_config = "set by enable_parallelism, which wants an accelerator"
-    return model(**inputs)
-
-
-def with_dropout():
-    model, inputs = prepared_model()
-    model.transformer_blocks[0].attn.to_out[1].p = 0.1
-    return model(**inputs)
-
-
-def with_adapter_on_the_output():
-    model, inputs = prepared_model()
-    model.proj_out = nn.Sequential(model.proj_out)
-    return model(**inputs)
-
-
-@torch.no_grad()
-def with_another_backend():
-    model, inputs = prepared_model()
-    for block in model.transformer_blocks:
-        block.attn.processor._attention_backend = "flex"
-    return model(**inputs)
-
-
-def with_checkpointing_around_the_model():
-    model, inputs = prepared_model(wan)
-    model.blocks[0](draw(2, 7, 64), inputs["encoder_hidden_states"], draw(2, 6, 64), None)
-
-
-def call_model(build=flux, **changes):
-    model, inputs = prepared_model(build)
-    return model(**{**inputs, **changes})
-
-
-def another_class():
-    from diffusers import PixArtTransformer2DModel
-
-    context_parallel().prepare(PixArtTransformer2DModel(num_layers=1, num_attention_heads=2, attention_head_dim=8))
-
-
-REFUSED = {
-    another_class: "PixArtTransformer2DModel cannot be sharded; of diffusers' transformers, FluxTransformer2DModel",
-    lambda: context_parallel().prepare(prepared_model()[0]): "prepared already",
-    with_own_parallelism: "under diffusers' enable_parallelism too",
-    with_ip_adapter: "has the processor FluxIPAdapterAttnProcessor",
-    with_cache: "FBCHeadBlockHook on transformer_blocks.0",
-    with_dropout: "transformer_blocks.0.attn.to_out.1 has dropout 0.1",
-    with_adapter_on_the_output: "proj_out was replaced after cp.prepare",
-    with_another_backend: "flex_attention ran in transformer_blocks.0.attn",
-    with_checkpointing_around_the_model: "outside of the model's forward",
-    lambda: call_model(joint_attention_kwargs={"attention_mask": 1}): "joint_attention_kwargs has attention_mask",
-    lambda: call_model(hidden_states=draw(2, 3, 8)): "3 tokens of the image on 4 ranks",
-    lambda: call_model(txt_ids=torch.zeros(8, 3)): "with 8 tokens of the text, which has 7",
-    lambda: call_model(wan, timestep=torch.ones(2, 1)): "a tensor (2, 1) with 1 tokens of the image, which has 27",
-    lambda: call_model(qwen, encoder_hidden_states_mask=torch.arange(18).view(2, 9)): "hides text before text",
-    lambda: call_model(qwen, encoder_hidden_states_mask=torch.ones(2, 8)): "a mask (2, 8) for 9 tokens of the text",
-    lambda: call_model(sd3, encoder_hidden_states=None): "encoder_hidden_states is a NoneType",
-}
-
-
-def refusals() -> list[str]:
-    return value_errors(list(REFUSED))
-
-
-def test_unsupported_models_and_inputs_are_refused(worlds):
-    for messages in worlds(RANKS).run(refusals):
-        for message, expected in zip(messages, REFUSED.values(), strict=True):
-            assert expected in message
-
-
-def refusal_of_unequal_ranks(case: str) -> str:
-    model, inputs = flux()
-    if case == "timestep":
-        inputs["timestep"] = inputs["timestep"] + dist.get_rank()
-    elif case == "hidden_states":
-        inputs["hidden_states"] = inputs["hidden_states"][:, dist.get_rank() :]
-    else:
-        model.get_parameter(case).data += dist.get_rank()
-    context_parallel("usp").prepare(model)
-    with pytest.raises(ValueError) as error:
-        model(**inputs)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("case", ["timestep", "hidden_states", "proj_out.bias"])
-def test_unequal_inputs_or_weights_are_refused_on_all_ranks(worlds, case):
-    for message in worlds(RANKS).run(refusal_of_unequal_ranks, case):
-        assert message.startswith(f"{case}: not the same on all 4 ranks")
 
 
 # -- variants ----------------------------------------------------------------------------------------------------------

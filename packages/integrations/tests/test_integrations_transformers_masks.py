@@ -1,8 +1,6 @@
 """Masks read from transformers: images, chunks, bidirectional models and 3-D positions; 4 ranks equal one."""
 
-import sys
 from itertools import pairwise
-from unittest import mock
 
 import pytest
 import torch
@@ -267,7 +265,7 @@ def test_shards_equal_one_rank(worlds):
         assert max(errors.values()) < 1e-9, (name, kind, documents, errors)
 
 
-# -- explicit masks and refusals --------------------------------------------------------------------------------------
+# -- explicit masks --------------------------------------------------------------------------------------------------
 
 TREE = AttentionMask.tree((0, 11, 20, 33, LENGTH), (-1, 0, 0, 2))
 
@@ -298,54 +296,6 @@ def test_an_explicit_mask_is_used_with_the_window_of_each_layer(worlds):
         assert relative_error(sum(summands), parameter.grad) < 1e-9
 
 
-REFUSED = {
-    "bert, no positions": "as if they were the first of the sequence",
-    "bert, positions of a shard": "not beyond those of the tokens before it",
-    "bert, with a pooler": "BertModel returns pooler_output",
-    "modernbert, no positions": "transformers does not look for documents",
-    "qwen2_vl, no positions": "which are not beyond",
-    "qwen2_vl, positions of text": "M-RoPE",
-    "qwen2_5_vl, positions of text": "M-RoPE",
-    "qwen2_vl, token types of one rank": "M-RoPE",
-    "mistral, full mask": "has causal=False, but the model is causal",
-    "bert, causal mask": "has causal=True, but the model is bidirectional",
-    "llama4, mask": "chunks of 7",
-    "gemma3, groups of its own": "numbers blocks of tokens",
-}
-
-
-def refusal(wrong: str) -> str:
-    attend = usp()
-    register_transformers(attend)
-    (name, case), layout = wrong.split(", "), attend.layout(LENGTH)
-    model = built(name, "armillary")
-    inputs = full_inputs(name, model)
-    inputs = {
-        key: layout.take(x, attend.shard, dim=2 if x.ndim == 3 and x.shape[0] == 3 else 1) for key, x in inputs.items()
-    }
-    mask = None
-    if case == "no positions":
-        del inputs["position_ids"]
-    elif case == "positions of a shard":
-        inputs["position_ids"] = torch.arange(LENGTH // 4)[None]
-    elif case == "positions of text":
-        inputs["position_ids"] = layout.positions(attend.shard)[None]
-    elif case == "token types of one rank":
-        ids, types = (layout.take(x, attend.shard) for x in tokens())
-        inputs = {"input_ids": ids, "position_ids": layout.positions(attend.shard)[None]}
-        inputs["mm_token_type_ids"] = types if attend.shard == 1 else torch.zeros_like(types)
-    elif case == "with a pooler":
-        model = transformers.BertModel(model.config)
-    elif case == "groups of its own":
-        modeling = sys.modules["transformers.models.gemma3.modeling_gemma3"]
-        inputs["position_ids"] = inputs["position_ids"] + 0
-        with mock.patch.object(modeling, "create_masks_for_vision_model", other_blocks):
-            return refusal_of_call(model, inputs, layout, mask)
-    elif "mask" in case:
-        mask = AttentionMask(causal=case != "full mask")
-    return refusal_of_call(model, inputs, layout, mask)
-
-
 def logits_of_text():
     """Local logits of a row without images, with its position ids [1, T] and [3, 1, T]."""
     attend = usp()
@@ -366,27 +316,3 @@ def test_text_needs_one_position_id_per_token(worlds):
         expected = outputs(built("qwen2_vl", "eager"), {"input_ids": tokens()[0] % 60}).detach()
     for shards in zip(*worlds(4).run(logits_of_text), strict=True):
         assert relative_error(SequenceLayout.zigzag(LENGTH, 2).refine(2).join(shards), expected) < 1e-9
-
-
-def other_blocks(block_sequence_ids, **arguments):
-    """Gemma 3's masks with blocks that do not follow from the token types."""
-    mask = transformers.masking_utils.create_causal_mask(**arguments, block_sequence_ids=block_sequence_ids + 1)
-    return {"full_attention": mask, "sliding_attention": mask}
-
-
-def refusal_of_call(model, inputs, layout, mask) -> str:
-    try:
-        with sequence(layout=layout, mask=mask):
-            outputs(model, inputs)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-def refusals() -> list[str]:
-    return [refusal(wrong) for wrong in REFUSED]
-
-
-def test_unsupported_inputs_are_refused_on_every_rank(worlds):
-    for (wrong, expected), *answers in zip(REFUSED.items(), *worlds(4).run(refusals), strict=True):
-        assert all(expected in answer for answer in answers), (wrong, answers)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from armillary.attention import ContextParallel, Local, Ring, Ulysses, sequence
+from armillary.attention import ContextParallel, Local, Ring, Ulysses
 from armillary.core.testing import mesh, relative_error
 from armillary.integrations import register_transformers
 from armillary.integrations.transformers.models import padding_idx_of
@@ -174,58 +174,3 @@ def test_models_that_count_from_different_numbers_need_two_context_parallels():
             cp.prepare(second)
         assert cp.padding_idx == padding_idx == (PADDING if first is roberta else None)
         ContextParallel(Local()).prepare(second)
-
-
-@pytest.mark.parametrize(("padding_idx", "message"), [(PADDING, f"padding_idx={PADDING}"), (-1, "padding_idx=-1")])
-def test_padding_that_is_visible_and_negative_indices_are_refused(padding_idx, message):
-    ids, _, _ = tokens(padded=True)
-    cp = ContextParallel(Local())
-    cp.padding_idx = padding_idx
-    with pytest.raises(ValueError, match=message):
-        cp.shard(ids)
-
-
-DECODER = {"is_decoder": True, "d_model": 32, "decoder_layers": 1, "encoder_layers": 1, "decoder_ffn_dim": 32}
-DECODER |= {"decoder_attention_heads": 4, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "dropout": 0.0}
-MOBILE = {"embedding_size": 32, "intra_bottleneck_size": 32, "true_hidden_size": 32, "num_feedforward_networks": 1}
-REFUSED = {
-    "RobertaForMaskedLM": ({}, "padding_idx=3"),
-    "RobertaForCausalLM": ({"is_decoder": True}, "padding_idx=3"),
-    "RobertaForMaskedLM, no position ids": ({}, "padding_idx=3"),
-    "EsmForMaskedLM": (PROTEIN, "padding_idx=3"),
-    "EsmForMaskedLM, dropout": (PROTEIN | {"token_dropout": True}, "token_dropout=False"),
-    "MobileBertForMaskedLM": (MOBILE, "trigram_input=False"),
-    "BartForCausalLM": (DECODER, "BartDecoder.forward takes no position_ids"),
-    "MBartForCausalLM": (DECODER, "MBartDecoder.forward takes no position_ids"),
-    "PLBartForCausalLM": (DECODER, "PLBartDecoder.forward takes no position_ids"),
-    "PegasusForCausalLM": (DECODER, "PegasusDecoder.forward takes no position_ids"),
-    "MarianForCausalLM": (DECODER | {"decoder_vocab_size": VOCABULARY}, "MarianDecoder.forward takes no position_ids"),
-    "BlenderbotForCausalLM": (DECODER, "BlenderbotDecoder.forward takes no position_ids"),
-}
-
-
-def refusal(family: str) -> str:
-    """Returns the error for position ids that start at 0, or for missing ones."""
-    attend = usp()
-    register_transformers(attend)
-    layout = attend.layout(LENGTH)
-    ids = layout.take(tokens(False)[0], attend.shard)
-    try:
-        built = model(family, "armillary", **REFUSED[family][0])
-        position_ids = None if family.endswith("no position ids") else layout.positions(attend.shard)[None]
-        with sequence(layout=layout, documents=(0, LENGTH)):
-            built(ids, position_ids=position_ids)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-def refusals() -> list[str]:
-    transformers.logging.set_verbosity_error()
-    return [refusal(family) for family in REFUSED]
-
-
-def test_positions_that_start_at_each_shards_first_token_are_refused_on_every_rank(worlds):
-    for (family, (_, words)), *answers in zip(REFUSED.items(), *worlds(4).run(refusals), strict=True):
-        assert words in answers[0], (family, answers)
-        assert len(set(answers)) == 1, (family, answers)
