@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import Literal, NamedTuple, get_args
 
@@ -17,7 +17,7 @@ import torch
 
 from armillary.attention.mask import AttentionMask
 from armillary.attention.planning.send import Send
-from armillary.attention.tiling.grid import Grid, grid_of
+from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, accumulation_dtype
 from armillary.core.parts import KINDS, PHASES, check_choice
 
@@ -207,7 +207,7 @@ class AttentionShape:
     @property
     def grid(self) -> Grid:
         """Visible pairs of each (query shard, key shard)."""
-        return grid_of(self.layout, self.key_layout, self.mask)
+        return planned_grid(self.layout, self.key_layout, self.mask)
 
     # -- elements of one token, over all rows of the batch -----------------------------------------------------------
 
@@ -258,6 +258,11 @@ class AttentionShape:
     def a(self) -> int:
         """Bytes of an element of lse and of unfinished gradient sums."""
         return accumulation_dtype(self.dtype).itemsize
+
+
+# A ring between nodes has a grid for each pair of nodes, which all plans over the same shards share: forward and
+# backward, and every method on the head axis. `grid_of` caches fewer, for the calls of a run.
+planned_grid = lru_cache(maxsize=2048)(Grid)
 
 
 Groups = Iterable[Sequence[int]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from armillary.attention.methods.ring import Backward, check_backward
 from armillary.attention.planning.base import SequencePlan
@@ -79,9 +80,10 @@ class NodeRingPlan(SequencePlan):
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         devices = self.devices(work.layout.shards)
-        forward = NodeSteps(work, NodeRings.of(devices, "keys", work.grid), self.inner.comm_plan)
+        inner_plan = cache(self.inner.comm_plan)  # if keys rotate in backward too, the same plans are needed again
+        forward = NodeSteps(work, NodeRings.of(devices, "keys", work.grid), inner_plan)
         side = backward_side(work, self.backward)
-        backward = NodeSteps(work, NodeRings.of(devices, side, work.grid), self.inner.comm_plan)
+        backward = NodeSteps(work, NodeRings.of(devices, side, work.grid), inner_plan)
         if side == "keys":
             rotating_payload, sums = work.payload("k", "v"), work.payload("dk", "dv")
         else:
