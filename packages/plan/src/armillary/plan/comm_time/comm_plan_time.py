@@ -206,8 +206,11 @@ def timed_exchanges(
 
 def sends_by_round(move: Move) -> Iterator[Send]:
     """Yields the sends of a move. A plan has one send for all rounds of an all-gather; this yields one per round."""
+    if move.kind != "all_gather":
+        yield from move.sends
+        return
     for send in move.sends:
-        rounds = ring_peers(move, send.source) if move.kind == "all_gather" else 1
+        rounds = ring_peers(move, send.source)
         yield from [send._replace(bytes=send.bytes // rounds)] * rounds
 
 
