@@ -71,7 +71,7 @@ class Clocks(NamedTuple):
     ready: Floats
     transfers_done: Floats
 
-    def after(self, compute: Floats, moves: Exchange, results: Exchange, overlap: bool = True) -> Clocks:
+    def after(self, compute: Floats, moves: TimedSends, results: TimedSends, overlap: bool = True) -> Clocks:
         """Returns the clocks after one more step.
 
         Args:
@@ -146,7 +146,7 @@ def plan_seconds(
 Moves = tuple[Move, ...]
 
 
-class Exchange(NamedTuple):
+class TimedSends(NamedTuple):
     """Timing of the sends of a step's moves, as arrays: fields of `Delivery`, and `Link.disturbs` of each send.
 
     Args:
@@ -163,7 +163,7 @@ class Exchange(NamedTuple):
 
 def timed_exchanges(
     exchanges: Iterable[tuple[Moves, Moves]], cluster: Cluster, copies: int, stride: int = 1
-) -> dict[tuple[Moves, Moves], tuple[Exchange, Exchange]]:
+) -> dict[tuple[Moves, Moves], tuple[TimedSends, TimedSends]]:
     """Timing of the (moves, later moves) of different steps in a group, while all `copies` groups send the same.
 
     Moves and later moves share the links: in the steady state of a plan, the results of the previous step are in flight
@@ -198,7 +198,7 @@ def timed_exchanges(
     disturbs = np.array([level.link.disturbs for level in cluster.levels])[timed.level[slowest]]
     bounds = np.searchsorted(exchange, np.arange(2 * len(exchanges) + 1)).tolist()
     parts = [
-        Exchange(source[x], target[x], seconds[x], sending[x], disturbs[x], float(seconds[x].max(initial=0.0)))
+        TimedSends(source[x], target[x], seconds[x], sending[x], disturbs[x], float(seconds[x].max(initial=0.0)))
         for x in map(slice, bounds, bounds[1:])
     ]
     return dict(zip(exchanges, zip(parts[::2], parts[1::2], strict=True), strict=True))
