@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,6 +43,9 @@ class AttentionChoice:
             ValueError: an unknown name, or an option that the method does not have.
         """
         return named_method(self.name, MethodOptions(self.heads_per_stage, self.team, self.placement, nodes=self.nodes))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return asdict(self)  # without the cached method, whose registry entry has functions that cannot be pickled
 
     def __str__(self) -> str:
         return str(self.method)
