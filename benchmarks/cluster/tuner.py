@@ -11,14 +11,15 @@ import argparse
 import json
 import os
 import sys
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
 
 from armillary.data.console.units import count_argument
 from armillary.plan import Cluster
+from armillary.plan.tune import read_options, tune
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import report
@@ -29,6 +30,8 @@ DATA = ["--data.sequence-length", "512", "--data.global-batch-size", "1", "--tra
 DATA += ["--save.every", "1000"]
 METHODS = ("ring", "token_ring", "all_gather", "ulysses", "usp", "wallfacer")
 CLUSTER = "emulated-2x4-card-per-node"
+RANK = "rank"
+"""First argument of this script on a rank of the cluster."""
 
 
 def main() -> None:
@@ -42,40 +45,36 @@ def main() -> None:
     print(write([tuned(options.iterations) for _ in range(2)]))
 
 
-def tuned(iterations: int) -> dict[str, Any]:
-    """Runs the tuner and returns the contents of its file."""
+def tuned(iterations: int) -> dict[str, float | None]:
+    """Runs the tuner. Returns the seconds of each candidate, the fastest first."""
     with TemporaryDirectory() as folder, EmulatedCluster(Cluster.named(CLUSTER)) as emulated:
-        out = Path(folder) / "tuned.toml"
-        flags = [*MODEL, *DATA, "--iterations", str(iterations), "--out", str(out), "--attention", *METHODS]
-        program = [sys.executable, "-m", "armillary.plan.tune", *flags]
+        flags = [*MODEL, *DATA, "--iterations", str(iterations), "--attention", *METHODS]
+        program = [sys.executable, str(Path(__file__).resolve()), RANK, folder, *flags]
         wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
-        return json.loads(out.with_suffix(".json").read_text())
+        return json.loads((Path(folder) / "seconds.json").read_text())
 
 
-def write(runs: list[dict[str, Any]]) -> str:
+def tune_on_rank(folder: str, *flags: str) -> None:
+    """Runs the tuner on one rank and writes the seconds, which are the same on all ranks."""
+    measurements = tune(read_options([*flags, "--out", f"{folder}/tuned.toml"]))
+    (Path(folder) / "seconds.json").write_text(json.dumps({str(each.candidate): each.seconds for each in measurements}))
+
+
+def write(runs: list[dict[str, float | None]]) -> str:
     """Writes the report of both runs, with the time of the first run's choice in the second."""
-    first, second = ({name(each["candidate"]): each["seconds"] for each in run["measurements"]} for run in runs)
-    chosen, best = name(runs[0]["choice"]), min(second, key=lambda each: second[each] or float("inf"))
+    first, second = runs
+    chosen, best = next(iter(first)), next(iter(second))
     rows = [{"candidate": each, "tuner's seconds": first[each], "seconds again": second[each]} for each in first]
+    loss = (second[chosen] or inf) / (second[best] or inf) - 1
     notes = [
         "forward and backward of one block, " + " ".join([*MODEL, *DATA]),
-        f"chosen: {chosen}; fastest when all were measured again: {best}, the choice {loss(second, chosen, best):.1%} "
-        "slower than that",
+        f"chosen: {chosen}; fastest when all were measured again: {best}, the choice {loss:.1%} slower than that",
     ]
     return report.write("cluster-tuner", f"The tuner on {Cluster.named(CLUSTER).name}", rows, notes)
 
 
-def loss(seconds: dict[str, float], chosen: str, best: str) -> float:
-    return seconds[chosen] / seconds[best] - 1
-
-
-def name(candidate: dict[str, Any]) -> str:
-    """A readable name of a candidate."""
-    axes = " x ".join(f"{axis} {size}" for axis, size in candidate["mesh"].items() if size > 1)
-    attention = candidate["attention"]
-    team = f" C={attention['team']} {attention['placement']}" if attention["team"] else ""
-    return f"{attention['name']}{team} on {axes}"
-
-
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == [RANK]:
+        tune_on_rank(*sys.argv[2:])
+    else:
+        main()
