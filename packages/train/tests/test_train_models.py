@@ -116,7 +116,9 @@ def test_sizes_come_from_the_folder_and_rope_may_be_changed(tmp_path):
 
 def test_flags_of_rope_and_of_a_gpt_are_accepted():
     rope = ["--model.pretrained", "folder", "--model.rope-scaling", "none", "--model.rope-theta", "1e4"]
-    assert read_command(rope)[0].run.model == ModelConfig(pretrained=Path("folder"), rope_theta=1e4)
+    assert read_command(rope)[0].run.model == ModelConfig(
+        pretrained=Path("folder"), rope_scaling="none", rope_theta=1e4
+    )
     assert read_command(["--model.family", "gpt", "--model.dim", "128"])[0].run.model.family == "gpt"
 
 
