@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -40,9 +40,6 @@ def model(family: str, implementation: str = "armillary", **config: object) -> n
     transformers.logging.set_verbosity_error()
     kind = getattr(transformers, family)
     return kind(kind.config_class(**SIZES | config, attn_implementation=implementation)).train()
-
-
-shared_model = cache(model)
 
 
 # -- one rank --------------------------------------------------------------------------------------------------------
@@ -286,7 +283,7 @@ def call_shard(
     method: str = "usp",
     kind: str = "contiguous",
     config: dict | None = None,
-    edit: Callable[[nn.Module], object] | None = None,
+    edit: Callable[[nn.Module], object] = nn.Module.train,
     options: dict | None = None,
     **changes: object,
 ) -> None:
@@ -302,9 +299,8 @@ def call_shard(
     positions = layout.positions(attend.shard)[None]
     shard = SimpleNamespace(rank=attend.shard, positions=positions, ids=layout.take(IDS, attend.shard))
     inputs = {"input_ids": shard.ids, "position_ids": positions} | changes
-    built = model(family, **config or {}) if config or edit else shared_model(family)
-    if edit:
-        edit(built)
+    built = model(family, **config or {})
+    edit(built)
     with sequence(**{"layout": layout} | (options or {})):
         built(**{name: on_shard(x, shard) for name, x in inputs.items() if x is not None})
 
@@ -341,7 +337,7 @@ def call_batch(family: str, without: str = "", config: dict | None = None, **cha
     register_transformers(attend)
     with ContextParallel(attend).shard(IDS) as batch:
         inputs = {name: x for name, x in (batch.inputs | changes).items() if name != without}
-        (model(family, **config) if config else shared_model(family))(**inputs)
+        model(family, **config or {})(**inputs)
 
 
 def classify_tokens() -> None:
