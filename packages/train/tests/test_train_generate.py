@@ -124,7 +124,8 @@ def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
     texts = ("def main(", "é")
     request = Generate(run_folder, texts, tokens=NEW, stop=False, device="cpu", precision="float64")
     older = replace(request, step=1), replace(request, source=run_folder / "checkpoint" / "step-1")
-    actual = worlds(4).run(run_requests, [request, *older])[0]
+    *actual, (_, printed) = worlds(4).run(run_requests, [request, *older, replace(request, step=1, json=True)])[0]
+    assert json.loads(printed)["step"] == 1
     for step, (tokens, output) in zip((2, 1, 1), actual, strict=True):
         assert tokens == [generate_on_one_rank(run_folder / "checkpoint" / f"step-{step}", text) for text in texts]
         assert output.startswith("def main(") and "\né" in output

@@ -8,6 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
 from threading import current_thread
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -250,7 +251,7 @@ def has_z(run: Run, number: int) -> bool:
 
 
 def test_a_skipped_step_changes_no_bit_and_names_rows_and_rank(worlds, small):
-    config = with_options(on_mesh(small, shard=2), bad_step="skip", bad_steps=2, steps=12, accumulation=2)
+    config = with_options(on_mesh(small, shard=2), bad_step="skip", steps=12, accumulation=2)
     actual = worlds(2).run(run_with_bad_steps, config)
     outcomes, messages, rates, rows_with_z = actual[0]
     bad = sorted({row // 8 for row in rows_with_z})
@@ -265,6 +266,17 @@ def test_a_skipped_step_changes_no_bit_and_names_rows_and_rank(worlds, small):
         assert f" in row {row} ({config.data.path[0]}, tokens " in line
         assert line.endswith("; skipped, weights unchanged")
     assert actual[1][1] == messages
+
+
+def test_only_bad_steps_in_a_row_end_a_run(monkeypatch):
+    monkeypatch.setattr("armillary.train.bad_steps.describe_bad_rows", lambda *_: "")
+    config = Config(train=TrainConfig(bad_step="skip", bad_steps=2))
+    bad_steps = BadSteps(SimpleNamespace(config=config), lambda _: None)
+    good, bad = StepResult(1.0, 1.0), StepResult(1.0, float("nan"))
+    for step, result in enumerate([bad, good, bad, good, bad], 1):
+        bad_steps.count(step, result, [])
+    with pytest.raises(FloatingPointError, match="2 steps in a row"):
+        bad_steps.count(6, bad, [])
 
 
 def error_of_a_stopped_run(config: Config) -> str:
