@@ -24,7 +24,7 @@ failures = ["no memory is left"]
 tune.initialize = initialize
 tune.main()
 """
-"""The first candidate fails on one rank alone, while the other waits for it in a collective."""
+"""The first candidate cannot be built on one rank alone."""
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -29,7 +29,7 @@ from armillary.train import (
     recipes,
 )
 from armillary.train.command import read_command
-from armillary.train.parts import fake_world
+from armillary.train.parts import Ranks, fake_world
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
@@ -96,14 +96,14 @@ def test_the_file_names_the_recipe_and_flags_override_it(tmp_path):
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def failing(config: Config, candidate: Candidate, device: torch.device, iterations: int) -> list[float]:
-    """Ring runs out of memory, Ulysses is refused."""
+def failing(config: Config, candidate: Candidate, device: torch.device, iterations: int, ranks: Ranks) -> list[float]:
+    """Ring runs out of memory, Ulysses with shards is refused, UPipe is the fastest."""
     if candidate.attention.name == "ring":
         raise torch.OutOfMemoryError("no memory is left\nfor two lines")
     if candidate.attention.name == "ulysses":
         config = replace(config, data=replace(config.data, global_batch_size=1))
-        return tune.measure(config, candidate, device, iterations)
-    return [1.0]
+        return tune.measure(config, candidate, device, iterations, ranks)
+    return [1e-6]
 
 
 def test_failed_candidates_are_shown_with_their_reason_and_others_measured(worlds, tmp_path):
@@ -116,7 +116,7 @@ def test_failed_candidates_are_shown_with_their_reason_and_others_measured(world
     refused = reasons["ulysses on shard 2 x ulysses 2"]
     assert refused.startswith("--data.global-batch-size 1 cannot be shared by replicate 1 x shard 2")
     assert refused in output
-    assert measurements[0].seconds == 1.0 and measurements[0].candidate.attention.name == "upipe+ring"
+    assert measurements[0].seconds == 1e-6 and measurements[0].candidate.attention.name == "upipe+ring"
 
 
 def hopeless(*_: object) -> list[float]:

@@ -137,7 +137,7 @@ class Outcome:
     by_peers: bool = False
 
 
-Measure = Callable[[Config, Candidate, torch.device, int], list[float]]
+Measure = Callable[[Config, Candidate, torch.device, int, Ranks], list[float]]
 """Type of `measure`."""
 
 
@@ -238,13 +238,17 @@ def candidates_to_measure(options: TuneOptions, ranks: int, dtype: torch.dtype) 
 # -- one candidate -----------------------------------------------------------------------------------------------------
 
 
-def measure(config: Config, candidate: Candidate, device: torch.device, iterations: int) -> list[float]:
+def measure(config: Config, candidate: Candidate, device: torch.device, iterations: int, ranks: Ranks) -> list[float]:
     """Returns this rank's seconds of `iterations` passes after a warm-up. Every rank must call it.
 
     Raises:
         ValueError: as `build_pass`.
+        RuntimeError: a rank cannot build the block, for instance because it has no memory left; on every rank.
     """
-    run_pass = build_pass(config, candidate, device)
+    passes = list[Callable[[], None]]()
+    # The pass itself communicates: a rank without its block would leave its peers waiting for the time-out.
+    ranks.on_all(lambda: passes.append(build_pass(config, candidate, device)))
+    (run_pass,) = passes
     run_pass()  # the warm-up: allocates, compiles and opens connections
     seconds = list[float]()
     for _ in range(iterations):
@@ -334,7 +338,7 @@ def tune(options: TuneOptions, measure: Measure = measure) -> list[Measurement]:
             bar.show(f"measuring {candidate}", number, len(selected))
             watchdog.start_phase("measuring", number + 1)
             with new_group(config) as (device, ranks):
-                outcome = attempt(partial(measure, config, candidate, device, options.iterations), ranks, device)
+                outcome = attempt(partial(measure, config, candidate, device, options.iterations, ranks), ranks, device)
             # Outside of the group, which a failed rank has left, so that its peers fail too and come here.
             outcomes = exchange(outcome, store, number, ranks)
             measurements.append(combined(candidate, outcomes))
