@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
@@ -18,6 +19,8 @@ def imported_at_first_use(face: str, modules: Mapping[str, tuple[str, ...]]) -> 
     def getattr_(name: str) -> object:
         if name not in module_of:
             raise AttributeError(f"module {face!r} has no attribute {name!r}")
-        return getattr(import_module(module_of[name]), name)
+        value = getattr(import_module(module_of[name]), name)
+        setattr(sys.modules[face], name, value)  # the next use does not come here
+        return value
 
     return getattr_
