@@ -64,7 +64,9 @@ def test_dtypes_without_a_limit_are_refused():
 def test_the_example_of_the_readme_runs():
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```", readme, re.M | re.S)
-    exec(example, {})
+    names = {}
+    exec(example, names)
+    assert {each.tensor for each in names["report"].errors if each.error > each.limit} == {"dk"}
 
 
 def test_nan_is_wrong():

@@ -105,8 +105,8 @@ class TuneOptions(Source):
     @property
     def measured_run(self) -> Config:
         """The run with default shard, ring, ulysses, method and log, on which measurements do not depend."""
-        kept = ("replicate", "tp", "kernel", "zero_stage", "compiler")
-        parallel = ParallelConfig(**{name: getattr(self.run.parallel, name) for name in kept})
+        measured_settings = ("replicate", "tp", "kernel", "zero_stage", "compiler")
+        parallel = ParallelConfig(**{name: getattr(self.run.parallel, name) for name in measured_settings})
         return replace(self.run, parallel=parallel, log=LogConfig())
 
 
