@@ -6,7 +6,7 @@ from armillary.core.parts import imported_at_first_use
 from armillary.train.config.check import check_config
 from armillary.train.config.limits import Count, CountOrNone, check_limits
 from armillary.train.config.model_sizes import GPT_FIELDS, SIZES, model_config
-from armillary.train.config.overlay import by_flag, flag, flag_text, flat, overlay_settings
+from armillary.train.config.overlay import by_flag, flag, flat, overlay_settings
 from armillary.train.config.sections import (
     Config,
     CudaConfig,
@@ -45,7 +45,6 @@ __all__ = [
     "check_model_flags",
     "find_recipe",
     "flag",
-    "flag_text",
     "flat",
     "model_config",
     "overlay_settings",
