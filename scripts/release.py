@@ -76,7 +76,7 @@ def main() -> None:
         for torch in cast("list[Torch]", options.torch):
             for package in chosen:
                 commands = trial(package, packages, torch, options.out, Path(scratch), options.torch_backend)
-                failed |= not run_trial(f"{package.name:22}{package.version:9}{torch:12}", commands, options.dry_run)
+                failed |= not run_trial(f"{package.name:24}{package.version:9}{torch:12}", commands, options.dry_run)
     sys.exit(failed)
 
 
@@ -98,12 +98,12 @@ def parse_arguments() -> argparse.Namespace:
 
 def show_statements(chosen: list[Package], packages: list[Package], final: bool) -> bool:
     """Prints a table of versions and problems. Returns False if there is a problem."""
-    print(f"{'package':22}{'version':9}{'changelog':12}stated")
+    print(f"{'package':24}{'version':9}{'changelog':12}stated")
     problems_of = {package.name: problems(package, packages, final) for package in chosen}
     for package in chosen:
         date = heading(package)[1]
         print(
-            f"{package.name:22}{package.version:9}{date:12}{'; '.join(problems_of[package.name]) or 'ok'}", flush=True
+            f"{package.name:24}{package.version:9}{date:12}{'; '.join(problems_of[package.name]) or 'ok'}", flush=True
         )
     return not any(problems_of.values())
 
