@@ -25,7 +25,6 @@ OTHER_FILES = {
     "core.gloo_threads": "/proc",
     "core.testing.world": "a file of the same test",
     "train.generate.command": "a prompt, which may be a pipe",
-    "train.runtime.health.process": "/proc",
 }
 """The modules that read files without `armillary.core.files`, with the reason."""
 

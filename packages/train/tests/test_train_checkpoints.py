@@ -57,7 +57,7 @@ from armillary.train.checkpoint.state import load, training_state
 from armillary.train.cli import main
 from armillary.train.parts import Ranks, Watchdog
 from armillary.train.reporting.report import Reporter
-from armillary.train.runtime.health.output_lock import OutputLock
+from armillary.train.runtime.health.lock import OutputLock
 from armillary.train.runtime.random_state import random_state
 from armillary.train.step import train_step
 

@@ -17,15 +17,18 @@ from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.saving import commit
 from armillary.train.reporting.journal import Journal
 from armillary.train.runtime.health import lock as locks
-from armillary.train.runtime.health.lock import FolderInUse, Holder, LockLost, take
-from armillary.train.runtime.health.output_lock import OutputLock
-from armillary.train.runtime.health.process import is_running, machine, start_time
+from armillary.train.runtime.health.lock import FolderInUse, Holder, LockLost, OutputLock, start_time, take
 
 fork = multiprocessing.get_context("fork")
 
 
 def acquire_lock(folder: Path, timeout: float = 0.2, **changes) -> locks.Claim:
     return take(folder, replace(Holder.this_process(), **changes), timeout, messages.append)
+
+
+def is_running(**changes) -> bool | None:
+    """Returns whether the process of a holder is running: this process, with the changes."""
+    return replace(Holder.this_process(), **changes).is_running()
 
 
 messages: list[str] = []
@@ -45,17 +48,16 @@ def ended_process():
     process.kill()
     while start_time(pid) is not None:  # a zombie until it is joined
         pass
-    assert is_running(machine(), pid, started) is False
+    assert is_running(pid=pid, started=started) is False
     process.join()
     return {"pid": pid, "started": started}
 
 
 def test_processes_with_the_same_id_are_distinguished(ended_process):
-    me = os.getpid()
-    assert is_running(machine(), me, start_time(me)) is True
-    assert is_running(machine(), me, start_time(me) - 1) is False
-    assert is_running(machine(), ended_process["pid"], ended_process["started"]) is False
-    assert is_running("another boot", me, start_time(me)) is None and is_running("", me, 0) is None
+    started = start_time(os.getpid())
+    assert is_running() is True and is_running(started=started - 1) is False
+    assert is_running(**ended_process) is False
+    assert is_running(machine="another boot") is None and is_running(machine="", started=0) is None
 
 
 def test_the_error_of_a_full_disk_names_the_lock_file(tmp_path):
@@ -72,7 +74,7 @@ def test_the_error_of_a_full_disk_names_the_lock_file(tmp_path):
 
 @pytest.mark.parametrize("pid", [2**40, 10**30])
 def test_an_invalid_process_id_is_not_running(pid):
-    assert is_running(machine(), pid, 1) is False
+    assert is_running(pid=pid, started=1) is False
 
 
 def test_a_folder_is_refused_until_its_run_releases_it(tmp_path):
@@ -247,7 +249,7 @@ def test_all_ranks_raise_the_same_refusal(worlds, tmp_path):
 def lose_folder(output: Path) -> list[str]:
     """Returns the error of a run that loses its folder during training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("armillary.train.runtime.health.output_lock.BEAT", 0.02)
+        patch.setattr("armillary.train.runtime.health.lock.BEAT", 0.02)
         with OutputLock(output, print) as lock:
             lock.check()
             (output / "lock/1.held").rename(output / "lock/2.held")

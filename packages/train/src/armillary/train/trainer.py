@@ -16,7 +16,7 @@ from armillary.train.reporting.metrics import measure
 from armillary.train.reporting.report import Reporter
 from armillary.train.reporting.summary import Summary
 from armillary.train.run import Run
-from armillary.train.runtime.health.output_lock import OutputLock
+from armillary.train.runtime.health.lock import OutputLock
 from armillary.train.runtime.health.stopping import StopSignal
 from armillary.train.runtime.health.watchdog import Watchdog
 from armillary.train.runtime.peak import peak_memory

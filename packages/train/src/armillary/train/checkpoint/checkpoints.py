@@ -24,9 +24,8 @@ from armillary.train.checkpoint.settings import settings
 from armillary.train.checkpoint.state import State, model_description, saved_state
 from armillary.train.run import Run
 from armillary.train.runtime.background import Background
-from armillary.train.runtime.health.output_lock import OutputLock
-from armillary.train.runtime.health.ranks import Ranks
-from armillary.train.runtime.health.shared_folder import check_shared
+from armillary.train.runtime.health.lock import OutputLock
+from armillary.train.runtime.health.ranks import Ranks, check_shared
 from armillary.train.runtime.health.watchdog import caused_by_peers
 from armillary.train.runtime.random_state import seed_all
 from armillary.train.tokenizer import TokenSource, export_source

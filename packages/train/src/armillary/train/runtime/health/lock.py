@@ -12,18 +12,27 @@ import json
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 from uuid import uuid4
 
+import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from armillary.core.parts import open_file, read_file, writing
-from armillary.train.runtime.health.process import is_running, machine, start_time
+
+BEAT = 5.0
+"""Seconds between heartbeats of a holder."""
+
+TAKEOVER_TIMEOUT = 30.0
+"""Seconds without a heartbeat after which a holder on another machine counts as dead."""
 
 NUMBERED = re.compile(r"(\d+)\.(held|released)")
 
@@ -43,8 +52,8 @@ class Holder:
     Args:
         run: a random name of the run.
         host: name of the machine, for messages.
-        machine: identity of the machine, from `process.machine`.
-        started: start of the process, from `process.start_time`. Another process can get the same `pid` later.
+        machine: identity of the machine, from `machine`.
+        started: start of the process, from `start_time`. Another process can get the same `pid` later.
         since: time at which the run asked for the lock, ISO 8601 in UTC.
     """
 
@@ -68,8 +77,47 @@ class Holder:
         except (FileNotFoundError, ValueError):
             return None
 
+    def is_running(self) -> bool | None:
+        """Returns True if the process is running, False if it has ended, None if this process cannot tell."""
+        if not self.machine or self.machine != machine():
+            return None
+        if (started := start_time(self.pid)) is not None:
+            return started == self.started
+        try:
+            os.kill(self.pid, 0)  # sends no signal
+        except PermissionError:  # a running process of another user, which /proc hides
+            return None
+        except (OSError, OverflowError):  # OverflowError: a number too large for a process id
+            return False
+        return False  # a process of the same user, which /proc would show: it has ended in the meantime
+
     def __str__(self) -> str:
         return f"run {self.run}, process {self.pid} on {self.host}, begun {self.since}"
+
+
+def machine() -> str:
+    """Returns a name that processes share if and only if they see each other's process ids; "" if it is unknown.
+
+    The name consists of the kernel's boot id and the pid namespace, which differs between containers.
+    """
+    try:
+        with open_file("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().decode().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}" if start_time(os.getpid()) else ""
+    except OSError:
+        return ""
+
+
+def start_time(pid: int) -> int | None:
+    """Returns the start of a process in clock ticks since the boot; None if it has ended or /proc hides it."""
+    try:
+        # See proc(5). Field 2 is the process's name in parentheses, which may contain spaces; `fields` begins at 3.
+        with open_file(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    is_zombie = fields[0] in (b"Z", b"X")  # it has ended, and its parent has not read the exit code yet
+    return None if is_zombie else int(fields[19])  # `starttime`, field 22
 
 
 @dataclass(frozen=True)
@@ -120,43 +168,31 @@ def take(folder: Path, holder: Holder, timeout: float, say: Callable[[str], None
     """
     folder.mkdir(parents=True, exist_ok=True)
     while True:
+        # 1. The run with the highest number must have released the lock, or must be dead.
         number, is_held = newest(folder)
         if is_held:
             check_dead(folder / f"{number}.held", timeout, say)
-        # Tries again if another process has created this number or a higher one since `newest` read the folder.
+        # 2. Claim the next number. Creating the file is atomic: of several processes, one creates it.
         claim = Claim(folder, number + 1, holder)
-        if write(claim) and clear(claim):
-            return claim
-
-
-def write(claim: Claim) -> bool:
-    """Creates the file of a claim; returns False if another process has created it before."""
-    try:
-        file = claim.path.open("x")  # atomic: of several processes, one creates the file
-    except FileExistsError:
-        return False
-    try:
-        with writing(claim.path), file:
-            file.write(json.dumps(asdict(claim.holder)) + "\n")
-    except OSError:
-        claim.path.unlink()  # a file without a holder would look like the lock of an unknown run
-        raise
-    return True
-
-
-def clear(claim: Claim) -> bool:
-    """Removes files with lower numbers; returns True.
-
-    If another run has a file with this number or a higher one, removes the claim's own file and returns False.
-    """
-    for name in os.listdir(claim.folder):
-        if (match := NUMBERED.fullmatch(name)) is None or name == claim.path.name:
+        try:
+            file = claim.path.open("x")
+        except FileExistsError:
             continue
-        if int(match[1]) >= claim.number:  # another run has taken the lock, and perhaps released it, in the meantime
+        try:
+            with writing(claim.path), file:
+                file.write(json.dumps(asdict(holder)) + "\n")
+        except OSError:
+            claim.path.unlink()  # a file without a holder would look like the lock of an unknown run
+            raise
+        # 3. Yield to a run that has taken this number or a higher one, and perhaps released it, since step 1.
+        numbers = {name: int(match[1]) for name in os.listdir(folder) if (match := NUMBERED.fullmatch(name))}
+        numbers.pop(claim.path.name, None)
+        if max(numbers.values(), default=0) >= claim.number:
             claim.path.unlink()
-            return False
-        (claim.folder / name).unlink(missing_ok=True)
-    return True
+            continue
+        for name in numbers:
+            (folder / name).unlink(missing_ok=True)
+        return claim
 
 
 def newest(folder: Path) -> tuple[int, bool]:
@@ -168,9 +204,9 @@ def newest(folder: Path) -> tuple[int, bool]:
 def check_dead(path: Path, timeout: float, say: Callable[[str], None]) -> None:
     """Raises FolderInUse if the holder of the lock file `path` is alive; returns if it has ended or has released it."""
     holder, last_heartbeat = Holder.read(path), heartbeat(path)
-    # On this machine the process table tells whether the holder is alive. `is_running` returns None for a holder on
-    # another machine, whose heartbeats tell.
-    alive = None if holder is None else is_running(holder.machine, holder.pid, holder.started)
+    # On this machine the process table tells whether the holder is alive. For a holder on another machine, `is_running`
+    # returns None, and its heartbeats tell.
+    alive = None if holder is None else holder.is_running()
     if alive is None and last_heartbeat is not None:
         say(f"waiting {timeout:.0f} s for a heartbeat of {holder or 'an unknown run'} ({path})")
         alive = heartbeat_arrives(path, last_heartbeat, timeout)
@@ -204,3 +240,84 @@ def heartbeat(path: Path) -> tuple[int, bytes] | None:
         if error.errno in (errno.ENOENT, errno.ESTALE):
             return None
         raise
+
+
+class OutputLock:
+    """Context manager that locks an output folder for all ranks; rank 0 holds the lock. Entering it is collective.
+
+    Args:
+        say: called with a line before a wait for another run's heartbeats.
+        timeout: seconds without a heartbeat after which a holder on another machine counts as dead.
+        flag: the flag that sets the folder, for messages.
+
+    Raises (on entry):
+        ValueError: another run holds the lock, or the folder cannot be written to; on every rank.
+    """
+
+    def __init__(
+        self, output: Path, say: Callable[[str], None], timeout: float = TAKEOVER_TIMEOUT, flag: str = "output"
+    ) -> None:
+        self.output, self.say, self.timeout, self.flag = output, say, timeout, flag
+        self.claim: Claim | None = None  # on rank 0
+        self.run = ""  # name of this run
+        self._lost_message = ""  # of the LockLost that a heartbeat raised; "" while the lock is held
+        self._exited = threading.Event()
+
+    def __enter__(self) -> Self:
+        # Every rank gets (run, refusal) from rank 0, so that a refusal raises on all ranks.
+        answers: list[Any] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(answers, self._take() if dist.get_rank() == 0 else None)
+        except BaseException:  # also after ^C the lock must be released
+            self.__exit__(None, None, None)
+            raise
+        self.run, refusal = answers[0]
+        if refusal:
+            raise ValueError(f"{self.flag} {self.output}: {refusal}")
+        if self.claim is not None:
+            threading.Thread(target=self._beat, args=(self.claim,), name="output lock", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exited.set()
+        if self.claim is not None:
+            self.claim.release()
+
+    def fence(self) -> None:
+        """Reads the lock; raises LockLost if another run has taken it, and OSError if it cannot be read.
+
+        Call it on rank 0 right before a change that other runs see. Does nothing on other ranks.
+        """
+        if self.claim is not None:
+            self.claim.check()
+
+    def check(self) -> None:
+        """Raises LockLost if the latest heartbeat found that another run has taken the lock. Reads no file."""
+        if self._lost_message:
+            raise LockLost(self._lost_message)
+
+    def _take(self) -> tuple[str, str]:
+        """Takes the lock; returns (name of the run, the reason why the run may not start or "")."""
+        holder = Holder.this_process()
+        try:
+            self.claim = take(self.output / "lock", holder, self.timeout, self.say)
+        except FolderInUse as refusal:
+            return holder.run, str(refusal)
+        except OSError as error:
+            return holder.run, f"cannot be written to ({error.strerror}: {error.filename}); name another folder"
+        return holder.run, ""
+
+    def _beat(self, claim: Claim) -> None:
+        """Posts heartbeats until the block exits or another run has taken the lock. Runs in a thread."""
+        while not self._exited.wait(BEAT):
+            claim.beat()
+            try:
+                claim.check()
+            except LockLost as lost:
+                # A lock that this run has just released is not lost.
+                self._lost_message = "" if self._exited.is_set() else str(lost)
+                return
+            except OSError:
+                continue  # a network file system may not answer for a while

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar, cast
+from uuid import uuid4
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -104,10 +106,33 @@ def convert_dcp_errors() -> Generator[None]:
 
 
 def failure(error: BaseException) -> Failure:
-    kind = shared_type(error)
+    kind = next((kind for kind in SHARED_TYPES if isinstance(error, kind)), None)
     return (kind, str(error)) if kind else (RuntimeError, f"{type(error).__name__}: {error}")
 
 
-def shared_type(error: BaseException) -> type[Exception] | None:
-    """Returns the type among `SHARED_TYPES` that `error` is an instance of; None if there is none."""
-    return next((kind for kind in SHARED_TYPES if isinstance(error, kind)), None)
+def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
+    """Creates the folder if it does not exist, and checks that all ranks see the same folder. Collective.
+
+    Args:
+        flag: the flag that sets the folder, for messages.
+
+    Raises:
+        ValueError: ranks do not see a file that rank 0 created; the message names them. On every rank.
+        OSError: rank 0 cannot create a file in the folder. On every rank.
+    """
+
+    # Rank 0 creates a file with a name that no earlier run has used; the other ranks look for it.
+    def create_token() -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        token = folder / f".seen-by-all-{uuid4().hex}"
+        token.touch()
+        return token
+
+    token = ranks.on_first(create_token)
+    blind = [rank for rank, sees_it in enumerate(ranks.on_all(token.exists)) if not sees_it]
+    ranks.on_first(token.unlink)
+    if blind:
+        raise ValueError(
+            f"{folder} is not the same folder for all ranks: a file of rank 0 is not seen by rank "
+            f"{', '.join(map(str, blind))}; choose a {flag} on a file system that all hosts share"
+        )
