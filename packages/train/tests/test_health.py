@@ -27,17 +27,14 @@ from torch.distributed.tensor import DTensor, Partial
 from armillary.core.testing import fork_context
 from armillary.train.parts import caused_by_peers
 from armillary.train.runtime.background import Background, GuardedSink
-from armillary.train.runtime.health import heartbeat
-from armillary.train.runtime.health.heartbeat import Calls, Heartbeat, missing_ranks, recorded_calls
-from armillary.train.runtime.health.launcher import Launcher
+from armillary.train.runtime.health import heartbeats
+from armillary.train.runtime.health.heartbeats import HEARTBEATS, Calls, Heartbeat, missing_ranks, recorded_calls
 from armillary.train.runtime.health.stacks import (
-    called_function,
     communicates,
     current_stack,
     in_standard_library,
     joined_thread,
     location_of,
-    stack_of,
     waits,
 )
 from armillary.train.runtime.health.stopping import REPEAT, StopSignal
@@ -66,7 +63,7 @@ def test_the_missing_rank_is_named_with_the_reason(beat, silent, values):
     beats = {0: WAITING, 1: WAITING, 2: beat, 3: WAITING}
     missing = missing_ranks(beats, silent)
     assert list(missing) == [2] and all(value in missing[2] for value in values)
-    assert beat is None or Heartbeat.parse(beat.text()) == beat
+    assert beat is None or HEARTBEATS.validate_json(HEARTBEATS.dump_json(beat)) == beat
 
 
 def test_no_rank_is_missing_when_all_wait_for_each_other():
@@ -96,7 +93,7 @@ def test_calls_are_counted_by_group_and_backend(monkeypatch):
     entries = [entry("gloo:all_reduce", 1), entry("gloo:barrier", 2, retired=False)]
     entries += [entry("nccl2:all_gather", 40), entry("nccl2:send 0->1", 40, 7, retired=False)]
     entries += [entry("nccl2:recv 0<-1", 40, 8)]
-    monkeypatch.setattr(heartbeat, "recorded_collectives", lambda: entries)
+    monkeypatch.setattr(heartbeats, "recorded_collectives", lambda: entries)
     assert recorded_calls() == {
         "0 (gloo)": Calls(2, "gloo:barrier", True),
         "0 (nccl2)": Calls(40, "nccl2:recv 0<-1", True, messages=8),
@@ -163,13 +160,11 @@ def test_a_stack_communicates_below_functions_that_do(files, expected):
     assert communicates(stack) == waits(stack) == expected
 
 
-def test_a_signal_reaches_nested_blocks():
+def test_a_signal_is_received_and_the_earlier_handler_restored():
     before = signal.getsignal(signal.SIGTERM)
     with StopSignal() as stop:
-        with stop:
-            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
         assert stop.received
-        os.kill(os.getpid(), signal.SIGUSR1)
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -316,8 +311,9 @@ def stack_while_blocked(action: Callable[[BlockingRead], object]) -> StackSummar
     """Returns the stack of the main thread while `action` blocks it."""
     observer = Observer()
 
-    def blocked(frame: FrameType, _: StackSummary) -> bool:
-        return frame.f_code is action.__code__ and called_function(stack_of(frame)[-1]) not in (None, "itself")
+    def blocked(_: FrameType, stack: StackSummary) -> object:
+        line = stack[-1]
+        return line.name == action.__name__ and re.search(r"\.(item|tolist|synchronize|append)\(", line.line or "")
 
     observing = Background("observer", lambda: observer.observe(blocked))
     action(BlockingRead(observer.lock))
@@ -365,10 +361,8 @@ def test_a_rank_on_a_slow_disk_is_missing_when_others_wait_in_item():
 
 def test_a_dtensor_read_waits_below_functions_of_torch(monkeypatch):
     source = "loss = run(total.full().item())\n"
-    column = source.index("total")
     monkeypatch.setattr(linecache, "getline", lambda file, number: source if file == "/train/step.py" else "")
-    place = {"end_lineno": 1, "colno": column, "end_colno": len(source) - 2}
-    step = FrameSummary("/train/step.py", 1, "train_step", lookup_line=False, **place)
+    step = FrameSummary("/train/step.py", 1, "train_step", lookup_line=False)
     dispatch = FrameSummary("/torch/distributed/tensor/_dispatch.py", 1, "dispatch", lookup_line=False)
     assert waits(StackSummary.from_list([step, dispatch]))
     assert not waits(StackSummary.from_list([step, FrameSummary("/data/rows.py", 1, "read", lookup_line=False)]))
@@ -431,12 +425,3 @@ def test_a_backward_pass_is_shown_by_the_line_of_its_autograd_thread():
 )
 def test_files_of_the_standard_library(file, expected):
     assert in_standard_library(file) is expected
-
-
-def test_a_changed_parent_process_means_the_launcher_is_gone(monkeypatch):
-    alone = Launcher()
-    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
-    launched = Launcher()
-    assert launched.pid == os.getppid() and not launched.has_exited
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert launched.has_exited and not alone.has_exited

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch.distributed as dist
 
@@ -75,7 +76,7 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
         OutputLock(config.train.output, print_lines, flag="--train.output") as lock,
         Reporter(config, lock.fence) as reporter,
         watchdog.reporting(),  # before the reporter's exit waits for its sinks
-        stop or StopSignal() as stop,
+        nullcontext(stop) if stop else StopSignal() as stop,
         Checkpoints(run, lock, reporter.say, reporter.event) as checkpoints,
         watchdog.reporting(),  # before the exit of `checkpoints` waits for the save in flight
     ):

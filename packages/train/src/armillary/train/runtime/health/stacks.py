@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import linecache
 import re
 import sys
 import sysconfig
 import threading
 import traceback
-from itertools import islice
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
 from types import FrameType
@@ -28,10 +25,8 @@ COMMUNICATION = (
 CALLED_BY_COMMUNICATION = re.compile("/torch/|/armillary/core/|/armillary/train/runtime/")
 """Matches files whose functions communication may call: torch's ops, `compat`, backends written in Python."""
 
-BLOCKING_READS = frozenset(
-    ("item", "tolist", "cpu", "numpy", "synchronize", "_cuda_synchronize", "_accelerator_synchronizeDevice")
-)
-"""Functions of torch in which the host waits for the device, and so for collectives that run there."""
+BLOCKING_READS = re.compile(r"\b(item|tolist|cpu|numpy|(_cuda_)?synchronize|_accelerator_synchronizeDevice)\(")
+"""Matches calls of torch in which the host waits for the device, and so for collectives that run there."""
 
 
 def current_stack() -> StackSummary:
@@ -44,7 +39,10 @@ def current_stack() -> StackSummary:
     frame = frames.pop(threading.main_thread().ident or 0)
     while (ident := awaited_thread(frame, frames)) is not None:
         frame = frames.pop(ident)
-    return stack_of(frame)
+    # Source lines are looked up when they are needed, since a file system that hangs would block the lookup.
+    stack = StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
+    stack.reverse()
+    return stack
 
 
 def awaited_thread(frame: FrameType, frames: dict[int, FrameType]) -> int | None:
@@ -62,8 +60,12 @@ def awaited_thread(frame: FrameType, frames: dict[int, FrameType]) -> int | None
     dummy = threading._DummyThread  # pyright: ignore[reportPrivateUsage]
     python_threads = {thread.ident for thread in threading.enumerate() if not isinstance(thread, dummy)}
     autograd = [ident for ident in frames if ident not in python_threads]
+
+    def runs_packages(ident: int) -> bool:
+        return any(PACKAGES in caller.f_code.co_filename for caller, _ in traceback.walk_stack(frames[ident]))
+
     # Autograd has a thread for each device. The one that runs code of our packages is in the middle of backward.
-    return max(autograd, key=lambda ident: runs_packages(frames[ident]), default=None)
+    return max(autograd, key=runs_packages, default=None)
 
 
 def joined_thread(frame: FrameType | None) -> threading.Thread | None:
@@ -74,27 +76,6 @@ def joined_thread(frame: FrameType | None) -> threading.Thread | None:
             return thread
         frame = frame.f_back
     return None
-
-
-def runs_packages(frame: FrameType) -> bool:
-    """Returns True if a function of our packages is on the stack of `frame`."""
-    return any(PACKAGES in caller.f_code.co_filename for caller, _ in traceback.walk_stack(frame))
-
-
-def stack_of(frame: FrameType) -> StackSummary:
-    """Returns the stack of `frame`, outermost line first. Each line has the columns of the expression being evaluated.
-
-    `traceback.extract_stack` would leave the columns out.
-    """
-    summaries: list[FrameSummary] = []
-    for caller, line in traceback.walk_stack(frame):
-        code = caller.f_code
-        instruction = max(caller.f_lasti, 0) // 2  # an instruction has two bytes
-        _, end, column, end_column = next(islice(code.co_positions(), instruction, None))
-        names = code.co_filename, line, code.co_name
-        summary = FrameSummary(*names, lookup_line=False, end_lineno=end, colno=column, end_colno=end_column)
-        summaries.append(summary)
-    return StackSummary.from_list(summaries[::-1])
 
 
 def in_standard_library(file: str) -> bool:
@@ -120,8 +101,11 @@ def communicates(stack: StackSummary) -> bool:
 
 
 def waits(stack: StackSummary) -> bool:
-    """Returns True if a stack ends in communication, or in a function in which the host waits for the device."""
-    return communicates(stack) or any(called_function(line) in BLOCKING_READS for line in innermost(stack))
+    """Returns True if a stack ends in communication, or on a line with a call in which the host waits for the device.
+
+    These calls have no frame of their own. If such a line blocks elsewhere, `missing_ranks` counts collectives instead.
+    """
+    return communicates(stack) or any(BLOCKING_READS.search(line.line or "") for line in innermost(stack))
 
 
 def innermost(stack: StackSummary) -> list[FrameSummary]:
@@ -135,24 +119,3 @@ def innermost(stack: StackSummary) -> list[FrameSummary]:
         if not (CALLED_BY_COMMUNICATION.search(line.filename) or in_standard_library(line.filename)):
             break
     return lines
-
-
-def called_function(line: FrameSummary) -> str | None:
-    """Returns the name of the function or method that a line is calling; None if its source does not show a call."""
-    if line.lineno is None or line.end_lineno is None or line.colno is None or line.end_colno is None:
-        return None
-    # Encoded, because columns are counted in UTF-8 bytes.
-    source = [linecache.getline(line.filename, number).encode() for number in range(line.lineno, line.end_lineno + 1)]
-    # The end is cut first: if the expression is on one line, cutting its start first would shift the end.
-    source[-1] = source[-1][: line.end_colno]
-    source[0] = source[0][line.colno :]
-    try:
-        # In parentheses an expression may extend over several lines.
-        expression = ast.parse(b"(" + b"".join(source) + b")", mode="eval").body
-    except SyntaxError:
-        return None
-    match expression:
-        case ast.Call(func=ast.Attribute(attr=name)) | ast.Call(func=ast.Name(id=name)):
-            return name
-        case _:
-            return None

@@ -27,52 +27,42 @@ class StopSignal:
 
     A second signal, `REPEAT` seconds after the first or later, ends the process at once, without saving.
 
-    Blocks of one object may be nested: a signal that arrived in the outer block counts in the inner one. Outside of the
-    main thread, the only one in which Python handles signals, a block does nothing.
+    Outside of the main thread, the only one in which Python handles signals, a block does nothing.
     """
 
     SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
     def __init__(self) -> None:
         self.received = False
-        self._previous_handlers: list[dict[signal.Signals, Any]] = []  # by signal, for each block that was entered
+        self._previous_handlers: dict[signal.Signals, Any] = {}
         self._wakeup: int | None = None  # file descriptor to which Python writes the numbers of signals
         self._previous_wakeup = -1
 
     def __enter__(self) -> Self:
-        previous_handlers: dict[signal.Signals, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            if not self._previous_handlers:
-                self._watch()
-            for number in self.SIGNALS:
-                previous_handlers[number] = signal.signal(number, self._receive)
-        self._previous_handlers.append(previous_handlers)
+            # A thread waits for the second signal. Python runs `_receive` only once the main thread is back from a call
+            # into C++, which may wait for a collective or for the GPU. But it writes the number of a signal to the file
+            # descriptor as soon as the signal arrives.
+            reader, self._wakeup = os.pipe()
+            os.set_blocking(self._wakeup, False)
+            self._previous_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+            threading.Thread(target=self._end_at_second_signal, args=(reader,), name="signals", daemon=True).start()
+            self._previous_handlers = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous_handlers.pop().items():
-            # The handler is None if it was not installed from Python.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        if not self._previous_handlers and self._wakeup is not None:
+        if self._wakeup is not None:
+            for number, handler in self._previous_handlers.items():
+                # The handler is None if it was not installed from Python.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
             signal.set_wakeup_fd(self._previous_wakeup)
             os.close(self._wakeup)  # ends the thread
             self._wakeup = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = True
-
-    def _watch(self) -> None:
-        """Starts a thread that waits for the second signal.
-
-        Python runs `_receive` only once the main thread is back from a call into C++, which may wait for a collective
-        or for the GPU. But it writes the number of a signal to the file descriptor as soon as the signal arrives.
-        """
-        reader, self._wakeup = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        self._previous_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        threading.Thread(target=self._end_at_second_signal, args=(reader,), name="signals", daemon=True).start()
 
     def _end_at_second_signal(self, reader: int) -> None:
         first: float | None = None

@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -24,14 +23,9 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from armillary.core.parts import compat
 from armillary.data.console import EXPLAINED, PEER_ERRORS, REFUSALS, one_line, report_failure, write_to_stderr
-from armillary.train.runtime.health.heartbeat import Heartbeat, missing_ranks, recorded_calls
-from armillary.train.runtime.health.launcher import Launcher
+from armillary.train.runtime.health.heartbeats import SILENCE, Heartbeat, Heartbeats, missing_ranks, recorded_calls
 from armillary.train.runtime.health.stacks import communicates, current_stack, location_of, waits
-
-SILENCE = 6.0
-"""Seconds without a heartbeat after which a rank counts as dead."""
 
 SLOW_PHASE_FACTOR = 5
 """Factor on the time-out of a step, for the first step and for phases other than training."""
@@ -78,7 +72,9 @@ class Watchdog:
         self._peer_error: Exception | None = None  # error of communication, which is no cause if ranks are missing
         self._failing = False  # True once an error is leaving the block
         self._ended = False  # True once the block was left without an error
-        self._launcher = Launcher()
+        # The process of torchrun that started this one. When it dies, this process gets another parent.
+        # PR_SET_PDEATHSIG does not work here: the kernel sends its signal already when the parent's *thread* ends.
+        self._launcher = os.getppid() if dist.is_torchelastic_launched() else None
         self._wake = threading.Event()  # ends the thread's pause between heartbeats
         self._reported = threading.Event()  # the thread has posted the error, or printed the diagnosis
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -147,51 +143,45 @@ class Watchdog:
     def _watch(self) -> None:
         """Runs in the thread. Posts heartbeats until training ends or a rank raises the alarm; ends a hung process."""
         try:
-            reason = self._wait_for_alarm()
-            if reason is not None:
-                self._diagnose(reason)
-        except RuntimeError as error:  # the store does not answer
-            self._wait_without_store(error)
+            while not self._ended:
+                self._end_without_launcher()
+                # 1. Post a heartbeat. If this rank has failed, the other ranks learn of it from this heartbeat.
+                beat = self._heartbeat()
+                self._heartbeats.post(beat)
+                if beat.failure is not None:
+                    break
+                # 2. Raise this rank's alarm, or read one that another rank has raised.
+                if self._alarm is None and time.monotonic() - self._phase_start > self._phase_limit:
+                    self._alarm = f"{beat.position} takes longer than {self._phase_limit:g} s ({self.flag})"
+                if (reason := self._heartbeats.alarm(self._alarm)) is not None:
+                    self._diagnose(reason)
+                    break
+                self._wake.wait(min(1.0, self.limit / 20))
+                self._wake.clear()
+        except RuntimeError as error:
+            # The store does not answer: the process that hosted it, a launcher or a rank, is gone. Training gets
+            # `GRACE` seconds to end.
+            end = time.monotonic() + GRACE
+            while not (self._ended or self._failing) and time.monotonic() < end:
+                self._end_without_launcher()
+                time.sleep(0.1)
+            if not self._ended:
+                gone = f"the store of the rendezvous is gone: {one_line(str(error))}"
+                self._report_failure(*filter(None, [self._alarm]), gone, caused_by_peers=True)
         self._reported.set()
         if not self._ended:
             self._end()
 
-    def _wait_without_store(self, error: RuntimeError) -> None:
-        """Gives training `GRACE` seconds to end. The process that hosted the store, a launcher or a rank, is gone."""
-        end = time.monotonic() + GRACE
-        while not (self._ended or self._failing) and time.monotonic() < end:
-            self._end_without_launcher()
-            time.sleep(0.1)
-        if not self._ended:
-            gone = f"the store of the rendezvous is gone: {one_line(str(error))}"
-            self._report_failure(*filter(None, [self._alarm]), gone, caused_by_peers=True)
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(self.step, self.phase, failure=self._failure)
 
     def _end_without_launcher(self) -> None:
         """Ends the process if its launcher has died, since it would still use the device when the run is restarted."""
-        if self._launcher.has_exited:
-            rank, position, launcher = self._heartbeats.rank, self._heartbeat().position, self._launcher.pid
-            reason = f"ends in {position}: torchrun (process {launcher}), which started this rank, is gone"
+        if self._launcher not in (None, os.getppid()):
+            rank, position = self._heartbeats.rank, self._heartbeat().position
+            reason = f"ends in {position}: torchrun (process {self._launcher}), which started this rank, is gone"
             write_to_stderr(f"[rank {rank}] {self.program}: {reason}\n")
             os._exit(1)
-
-    def _wait_for_alarm(self) -> str | None:
-        """Returns the reason of the first alarm of any rank; None when training has ended, or failed on this rank."""
-        while not self._ended:
-            self._end_without_launcher()
-            self._heartbeats.post(self._heartbeat())
-            if self._failure is not None:  # posted with the heartbeat above
-                return None
-            if self._alarm is None and time.monotonic() - self._phase_start > self._phase_limit:
-                self._alarm = f"{self._heartbeat().position} takes longer than {self._phase_limit:g} s ({self.flag})"
-            # Raises this rank's alarm, or reads one that another rank has raised.
-            if (reason := self._heartbeats.alarm(self._alarm)) is not None:
-                return reason
-            self._wake.wait(min(1.0, self.limit / 20))
-            self._wake.clear()
-        return None
-
-    def _heartbeat(self) -> Heartbeat:
-        return Heartbeat(self.step, self.phase, failure=self._failure)
 
     def _diagnose(self, reason: str) -> None:
         """Posts this rank's state, waits for all ranks' states, and reports the missing ranks."""
@@ -214,15 +204,6 @@ class Watchdog:
         else:
             self._report_failure(stacks, *lines, f"failed in {self._heartbeat().position}", error=self._peer_error)
 
-    def _report_failure(self, *lines: str, error: Exception | None = None, caused_by_peers: bool = False) -> None:
-        """Reports the cause, which is the last line or completed by `error`; see `report_failure`."""
-        # All ranks were well when the phase began. A second earlier, because torchrun compares whole seconds.
-        begin = time.time() - (time.monotonic() - self._phase_start) - 1 if caused_by_peers else None
-        recorded = report_failure(
-            self.program, *lines, error=error, rank=self._heartbeats.rank, caused_by_peers=caused_by_peers, begin=begin
-        )
-        self.explained = recorded or error is None
-
     def _write(self, lines: list[str], beats: dict[int, Heartbeat | None]) -> str:
         """Writes the lines, all heartbeats and the stacks of this process to a file; returns a line that names it."""
         path = self.folder / f"rank-{self._heartbeats.rank}.txt"
@@ -235,6 +216,15 @@ class Watchdog:
         except OSError as error:
             return f"the stacks of this rank cannot be written to {path}: {error.strerror}"
         return f"stacks of the ranks: {self.folder}"
+
+    def _report_failure(self, *lines: str, error: Exception | None = None, caused_by_peers: bool = False) -> None:
+        """Reports the cause, which is the last line or completed by `error`; see `report_failure`."""
+        # All ranks were well when the phase began. A second earlier, because torchrun compares whole seconds.
+        begin = time.time() - (time.monotonic() - self._phase_start) - 1 if caused_by_peers else None
+        recorded = report_failure(
+            self.program, *lines, error=error, rank=self._heartbeats.rank, caused_by_peers=caused_by_peers, begin=begin
+        )
+        self.explained = recorded or error is None
 
     def _end(self) -> None:
         """Ends the process if training hangs, or if it has failed and another thread keeps the process alive."""
@@ -259,54 +249,3 @@ def caused_by_peers(error: Exception) -> bool:
         return False
     in_communication = isinstance(error, RuntimeError) and communicates(traceback.extract_tb(error.__traceback__))
     return in_communication or isinstance(error, (*PEER_ERRORS, dist.DistError))
-
-
-class Heartbeats:
-    """The heartbeats of all ranks, in the store of the process group. Methods raise RuntimeError if the store is gone.
-
-    Not thread-safe.
-    """
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.rank, self.ranks = rank, ranks
-        # A clone has a connection of its own: a training thread that waits on the store locks the default connection.
-        self._store = dist.PrefixStore("armillary/watchdog", compat.default_store().clone())
-        self._store.set_timeout(timedelta(seconds=3 * SILENCE))
-        self._count = 0
-
-    def post(self, beat: Heartbeat) -> None:
-        """Replaces this rank's heartbeat."""
-        self._count += 1  # makes every post different, as `gather` expects
-        self._store.set(f"rank-{self.rank}", f"{self._count} {beat.text()}")
-
-    def alarm(self, reason: str | None) -> str | None:
-        """Raises the alarm if `reason` is set. Returns the reason of the first alarm on any rank, or None."""
-        # `compare_set` stores the reason if the key has no value yet, and returns the stored one: the first alarm wins.
-        if reason is not None:
-            return self._store.compare_set("alarm", "", reason).decode()
-        return self._store.get("alarm").decode() if self._store.check(["alarm"]) else None
-
-    def gather(self) -> tuple[dict[int, Heartbeat | None], set[int]]:
-        """Waits up to `3 * SILENCE` for each rank to post its state; returns all heartbeats and the silent ranks."""
-        posts = dict.fromkeys(range(self.ranks), "")
-        # When this rank last saw a post change. Posts carry no time, because clocks of hosts differ.
-        last_change = dict.fromkeys(posts, time.monotonic())
-        awaited_ranks, silent, end = set(posts), set[int](), time.monotonic() + 3 * SILENCE
-        while awaited_ranks and time.monotonic() < end:
-            for rank in sorted(awaited_ranks):
-                key, now = f"rank-{rank}", time.monotonic()
-                # `get` of a missing key would block until the time-out, hence `check`.
-                post = self._store.get(key).decode() if self._store.check([key]) else ""
-                if post != posts[rank]:
-                    posts[rank], last_change[rank] = post, now
-                if (beat := parse_post(post)) is not None and (beat.location or beat.failure):
-                    awaited_ranks.discard(rank)
-                elif now - last_change[rank] > SILENCE:
-                    awaited_ranks.discard(rank)
-                    silent.add(rank)
-            time.sleep(0.05)
-        return {rank: parse_post(post) for rank, post in posts.items()}, silent
-
-
-def parse_post(post: str) -> Heartbeat | None:
-    return Heartbeat.parse(post.partition(" ")[2]) if post else None
