@@ -15,7 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from traceback import FrameSummary, StackSummary
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any, cast
 
 import pytest
@@ -26,7 +26,9 @@ from torch.distributed.tensor import DTensor, Partial
 
 from armillary.core.testing import fork_context
 from armillary.train.parts import caused_by_peers
-from armillary.train.runtime.background import Background, GuardedSink
+from armillary.train.reporting.report import GuardedSink
+from armillary.train.reporting.sinks import Sink
+from armillary.train.runtime.background import Background
 from armillary.train.runtime.health import heartbeats
 from armillary.train.runtime.health.heartbeats import HEARTBEATS, Calls, Heartbeat, missing_ranks, recorded_calls
 from armillary.train.runtime.health.stacks import (
@@ -397,8 +399,8 @@ def run_backward(depth: int, action: Callable[[], object]) -> None:
 
 def test_a_backward_pass_is_shown_by_the_line_of_its_autograd_thread():
     observer = Observer()
-    sink = GuardedSink(SimpleNamespace(close=lambda: None), print)
-    sink.submit(observer.block)
+    sink = GuardedSink(Sink(), print)
+    sink.submit(lambda _: observer.block())
 
     def ready(frame: FrameType, stack: StackSummary) -> bool:
         return frame.f_code.co_name == "_engine_run_backward" and any(line.name == "flush" for line in stack)
@@ -407,9 +409,7 @@ def test_a_backward_pass_is_shown_by_the_line_of_its_autograd_thread():
     run_backward(DEPTH, lambda: sink.flush(30))  # the function in which the autograd thread waits
     observing.join()
     observing.raise_error()
-    assert location_of(observer.stack).startswith("background.py:") and location_of(observer.stack).endswith(
-        " in flush"
-    )
+    assert location_of(observer.stack).startswith("report.py:") and location_of(observer.stack).endswith(" in flush")
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from armillary.models.block import Block
 from armillary.train import Config, CudaConfig, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, build, kernels
 from armillary.train.cli import main
 from armillary.train.config import check_config
-from armillary.train.cuda_setup import CONNECTIONS, cuda_setup
-from armillary.train.runtime.allocator import set_allocator
+from armillary.train.cuda_setup import CONNECTIONS, cuda_setup, set_allocator
 
 CONFIGS = {
     "by default": (

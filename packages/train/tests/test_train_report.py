@@ -35,10 +35,9 @@ from armillary.train import (
 from armillary.train.config.check import check_log
 from armillary.train.reporting import journal as journals
 from armillary.train.reporting.journal import Journal
-from armillary.train.reporting.metrics import StepMetrics, average
-from armillary.train.reporting.report import Reporter
-from armillary.train.reporting.screen import Screen
-from armillary.train.runtime.background import GuardedSink
+from armillary.train.reporting.metrics import StepMetrics, Stopwatch, average, peak_flops, peak_memory
+from armillary.train.reporting.report import GuardedSink, Reporter
+from armillary.train.reporting.sinks import Screen, Sink
 
 TEXT = (Path(armillary.train.__file__).parent,)
 """Training text: reading all of Python's source would take each rank longer than training."""
@@ -156,6 +155,21 @@ def test_a_stopped_run_writes_its_plot(worlds, tmp_path):
 
 
 # -- lines and the bar ------------------------------------------------------------------------------------------
+
+
+def test_the_stopwatch_excludes_pauses():
+    times = iter([10.0, 100.0, 101.0, 102.0])
+    watch = Stopwatch(clock=lambda: next(times))
+    with watch.pause():
+        pass
+    watch.count(100)
+    watch.count(50)
+    assert (watch.tokens, watch.seconds, watch.last_seconds) == (150, 2.0, 1.0)
+
+
+def test_memory_is_measured_and_an_unknown_peak_is_none():
+    assert peak_memory(torch.device("cpu")) > 10 * 2**20
+    assert peak_flops(torch.device("cpu")) is None
 
 
 def test_rates_of_a_line_cover_all_steps_since_the_previous_line():
@@ -298,14 +312,11 @@ def test_a_refused_resume_leaves_its_records_unchanged(worlds, tmp_path):
 # -- failures of reports do not stop a run ------------------------------------------------------------------------
 
 
-class FailingSink:
+class FailingSink(Sink):
     """A sink that raises at every step and hangs at validation."""
 
     def __init__(self) -> None:
         self.steps, self.go_on = 0, threading.Event()
-
-    def on_resume(self, step: int) -> None:
-        pass
 
     def step(self, metrics: StepMetrics) -> None:
         self.steps += 1
@@ -314,18 +325,12 @@ class FailingSink:
     def on_validation(self, step: int, values: dict[str, float]) -> None:
         self.go_on.wait()
 
-    def event(self, kind: str, step: int, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
 
 def test_a_failing_sink_is_reported_once_and_retried():
     sink, messages = FailingSink(), list[str]()
     guarded = GuardedSink(sink, messages.append)
     for step in range(3):
-        guarded.submit(lambda step=step: sink.step(metrics(step)))
+        guarded.submit(lambda sink, step=step: sink.step(metrics(step)))
     guarded.close(60)
     assert sink.steps == 3
     assert messages == ["FailingSink OSError: the disk is full; training continues"]
@@ -334,9 +339,9 @@ def test_a_failing_sink_is_reported_once_and_retried():
 def test_a_hung_sink_does_not_delay_the_run():
     sink, messages = FailingSink(), list[str]()
     guarded = GuardedSink(sink, messages.append, capacity=5)
-    guarded.submit(lambda: sink.on_validation(1, {}))
+    guarded.submit(lambda sink: sink.on_validation(1, {}))
     for _ in range(10):
-        guarded.submit(lambda: None)
+        guarded.submit(lambda _: None)
     assert messages == ["FailingSink has 5 reports waiting; more are lost"]
     assert not guarded.flush(0.01)
     guarded.close(0.01)
@@ -353,11 +358,11 @@ def full_disk(folder: Path) -> tuple[str, list[int]]:
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         for step in range(1, 11):
-            guarded.submit(lambda step=step: journal.step(metrics(step)))
+            guarded.submit(lambda sink, step=step: sink.step(metrics(step)))
         guarded.flush(60)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    guarded.submit(lambda: journal.step(metrics(11)))
+    guarded.submit(lambda sink: sink.step(metrics(11)))
     guarded.close(60)
     return " ".join(messages), [record["step"] for record in journals.read(journal.path)]
 

@@ -18,7 +18,7 @@ from armillary.train.config.sections import (
 
 if TYPE_CHECKING:
     from armillary.train.build import prepare, process_group
-    from armillary.train.reporting.summary import Summary
+    from armillary.train.reporting.metrics import Summary
     from armillary.train.run import Run
     from armillary.train.trainer import train, train_loop
 
@@ -43,7 +43,7 @@ __all__ = [
 
 _SLOW_MODULES = {
     "armillary.train.run": ("Run",),
-    "armillary.train.reporting.summary": ("Summary",),
+    "armillary.train.reporting.metrics": ("Summary",),
     "armillary.train.build": (
         "prepare",
         "process_group",

@@ -13,17 +13,14 @@ from armillary.train.build import prepare, process_group
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.config.sections import Config
 from armillary.train.lr_schedule import schedule_notes
-from armillary.train.reporting.metrics import measure
+from armillary.train.reporting.metrics import Stopwatch, Summary, measure, peak_memory
 from armillary.train.reporting.report import Reporter
-from armillary.train.reporting.summary import Summary
 from armillary.train.run import Run
 from armillary.train.runtime.health.lock import OutputLock
 from armillary.train.runtime.health.stopping import StopSignal
 from armillary.train.runtime.health.watchdog import Watchdog
-from armillary.train.runtime.peak import peak_memory
 from armillary.train.runtime.profiler import Profiler
 from armillary.train.runtime.step_trace import StepTrace
-from armillary.train.runtime.stopwatch import Stopwatch
 from armillary.train.step import train_step
 from armillary.train.validation import validate
 

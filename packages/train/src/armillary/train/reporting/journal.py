@@ -13,12 +13,13 @@ from typing import Any, BinaryIO
 
 from armillary.core.parts import open_file, parse_json
 from armillary.train.reporting.metrics import StepMetrics
+from armillary.train.reporting.sinks import Sink
 
 BUFFER = 1 << 20
 """Size of the file's buffer in bytes, which keeps lines while the disk is full."""
 
 
-class Journal:
+class Journal(Sink):
     """Writes metrics.jsonl. A number that is not finite becomes null, and its line has "bad": true.
 
     Args:

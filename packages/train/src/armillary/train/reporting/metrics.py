@@ -1,16 +1,24 @@
-"""Metrics of a step."""
+"""Metrics of a step, the stopwatch that times it, and the summary of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import resource
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from armillary.data import Batch
 from armillary.train.run import Run
-from armillary.train.runtime.peak import peak_flops, peak_memory
 from armillary.train.step import StepResult
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L20": 119.5e12}
+"""Peak of dense bfloat16 FLOP/s, the denominator of MFU, by a word in the device's name; H100 as SXM."""
 
 
 @dataclass(frozen=True)
@@ -90,3 +98,91 @@ def measure(run: Run, step: int, batches: list[Batch], result: StepResult, secon
         seconds=seconds,
         tokens=tokens,
     )
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Returns the device's peak in bfloat16 FLOP/s; None if it is unknown."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for name_part, peak in PEAK_FLOPS.items() if name_part in name), None)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns this rank's peak in bytes: allocated GPU memory on cuda, resident memory of the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # ru_maxrss is in bytes on macOS, in KiB on Linux.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Stopwatch:
+    """Counts the tokens and seconds of all steps, and the seconds of the last step, without pauses."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self.tokens, self.seconds, self.last_seconds = 0, 0.0, 0.0
+        self.started = self.running_since = self.clock()
+
+    def count(self, tokens: int) -> None:
+        """Ends a step of `tokens` tokens."""
+        now = self.clock()
+        self.last_seconds, self.running_since = now - self.running_since, now
+        self.seconds, self.tokens = self.seconds + self.last_seconds, self.tokens + tokens
+
+    @contextmanager
+    def pause(self) -> Generator[None]:
+        """Context manager around work that does not count as part of a step."""
+        yield
+        self.running_since = self.clock()
+
+    def elapsed(self) -> float:
+        """Returns the seconds since construction, including pauses."""
+        return self.clock() - self.started
+
+
+@dataclass
+class Summary:
+    """The result of a run, since its start or restart.
+
+    Args:
+        first_step: the first step after the start or restart.
+        losses: loss of each step from `first_step` on, over all ranks.
+        validation: results of the last validation: "loss", and accuracies by task.
+        tokens: tokens of these steps, over all ranks.
+        seconds: duration of these steps, without validation and saving.
+        elapsed: seconds since training began, with validation and saving.
+        memory: peak memory of this rank in bytes.
+        checkpoint: path of the last checkpoint; None if nothing was saved.
+        picture: path of the plot, on rank 0 if one was drawn.
+    """
+
+    first_step: int = 1
+    losses: list[float] = field(default_factory=list[float])
+    validation: dict[str, float] = field(default_factory=dict[str, float])
+    tokens: int = 0
+    seconds: float = 0.0
+    elapsed: float = 0.0
+    memory: int = 0
+    checkpoint: Path | None = None
+    picture: Path | None = None
+
+    @property
+    def validation_loss(self) -> float:
+        return self.validation.get("loss", float("nan"))
+
+    def text(self, ranks: int) -> str:
+        noun = "rank" if ranks == 1 else "ranks"
+        if not self.losses:
+            return f"nothing left to train: {self.checkpoint} is the last step"
+        rate, overhead = self.tokens / self.seconds, self.elapsed - self.seconds
+        lines = [
+            f"trained {len(self.losses)} steps, {self.tokens:,} tokens in {self.seconds:.0f} s on {ranks} {noun}",
+            f"  loss         {self.losses[0]:.4f} -> {self.losses[-1]:.4f}",
+            f"  validation   {self.validation_loss:.4f}",
+            f"  tokens/s     {rate:,.0f} ({rate / ranks:,.0f} a rank)",
+            f"  overhead     {overhead:.0f} s outside of steps: validation, saving, traces",
+            f"  peak memory  {self.memory / 2**30:.2f} GiB a rank",
+        ]
+        lines += [f"  loss curve   {self.picture}"] if self.picture else []
+        return "\n".join([*lines, f"  checkpoint   {self.checkpoint}"])

@@ -1,7 +1,9 @@
-"""Dispatches steps, validations and events to all sinks."""
+"""Dispatches steps, validations and events to all sinks, each of which works in a thread of its own."""
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from math import isfinite
@@ -15,10 +17,7 @@ from armillary.train.config.sections import Config
 from armillary.train.reporting.journal import Journal
 from armillary.train.reporting.metrics import StepMetrics
 from armillary.train.reporting.plot import draw_loss
-from armillary.train.reporting.screen import Screen
-from armillary.train.reporting.sink import Sink
-from armillary.train.reporting.trackers import TensorBoard, WeightsAndBiases
-from armillary.train.runtime.background import GuardedSink
+from armillary.train.reporting.sinks import Screen, Sink, TensorBoard, WeightsAndBiases
 
 PRINT_TIMEOUT, CLOSE_TIMEOUT = 5.0, 60.0
 """Maximum seconds to wait for a line to be printed or a sink's reports to be written, and for a sink to close."""
@@ -36,12 +35,14 @@ class Reporter:
 
     def __init__(self, config: Config, fence: Callable[[], None] = lambda: None) -> None:
         self.config, self.last_step, self._started = config, 0, False
-        is_rank_0 = dist.get_rank() == 0
-        self._screen = Screen(config.train.steps, config.log.every)
-        self._screens = [GuardedSink(self._screen, complain=_ignore)] if is_rank_0 else []
-        self._sinks = self._screens + [
-            GuardedSink(sink, complain=self._complain) for sink in file_sinks(config, fence) if is_rank_0
-        ]
+        log, folder = config.log, config.train.output
+        self._screen = Screen(config.train.steps, log.every)
+        sinks: list[Sink] = [self._screen, Journal(folder / "metrics.jsonl", fence)]
+        if log.tensorboard:
+            sinks.append(TensorBoard(folder / "tb"))
+        if log.wandb is not None:
+            sinks.append(WeightsAndBiases(log.wandb, folder, asdict(config)))
+        self._sinks = [GuardedSink(sink, self._complain) for sink in sinks] if dist.get_rank() == 0 else []
 
     def __enter__(self) -> Self:
         return self
@@ -79,8 +80,8 @@ class Reporter:
 
     def say(self, line: str) -> None:
         """Prints a line, and waits until it is printed, at most `PRINT_TIMEOUT` seconds."""
-        for screen in self._screens:
-            screen.submit(lambda: self._screen.print(line))
+        for screen in self._sinks[:1]:  # none on ranks other than 0
+            screen.submit(lambda _: self._screen.print(line))
             screen.flush(PRINT_TIMEOUT)
 
     def finish(self, step: int) -> Path | None:
@@ -94,9 +95,6 @@ class Reporter:
             return None
         for sink in self._sinks:  # the plot is drawn from metrics.jsonl
             sink.flush(PRINT_TIMEOUT)
-        return self._draw()
-
-    def _draw(self) -> Path | None:
         try:
             return draw_loss(self.config.train.output)
         except Exception as error:  # an error of matplotlib must not fail the run
@@ -104,24 +102,62 @@ class Reporter:
             return None
 
     def _submit_to_all(self, report: Callable[[Sink], None]) -> None:
-        for guarded in self._sinks if self._started else ():
-            guarded.submit(lambda sink=guarded.sink: report(sink))
+        for sink in self._sinks if self._started else ():
+            sink.submit(report)
 
     def _complain(self, error: str) -> None:
-        for screen in self._screens:
-            screen.submit(lambda: self._screen.print(error))
+        self._sinks[0].submit(lambda _: self._screen.print(error))
 
 
-def file_sinks(config: Config, fence: Callable[[], None]) -> list[Sink]:
-    """Returns the configured sinks besides the screen."""
-    folder = config.train.output
-    sinks: list[Sink] = [Journal(folder / "metrics.jsonl", fence)]
-    if config.log.tensorboard:
-        sinks.append(TensorBoard(folder / "tb"))
-    if config.log.wandb is not None:
-        sinks.append(WeightsAndBiases(config.log.wandb, folder, asdict(config)))
-    return sinks
+class GuardedSink:
+    """A sink of reports with its own thread, so that no error or wait of it affects training or other sinks.
 
+    A full disk, a lost network or a stopped terminal loses only reports. Only the first error is printed; the sink is
+    called again for the next report. The sinks do not share one thread: a sink that blocks, such as a terminal stopped
+    by ^S, would silence the others, or would need a replacement thread and lose the reports that it now shows later.
 
-def _ignore(error: str) -> None:
-    """Drops an error of the screen, which cannot be printed anywhere."""
+    Args:
+        sink: called only in the thread.
+        complain: called with a line about the first error; in any thread.
+        capacity: length of the queue; reports beyond it are dropped.
+    """
+
+    def __init__(self, sink: Sink, complain: Callable[[str], None], capacity: int = 10_000) -> None:
+        self.sink, self.name, self._complain, self._capacity = sink, type(sink).__name__, complain, capacity
+        self._complained = False
+        self._queue: queue.SimpleQueue[Callable[[Sink], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
+        self._thread.start()
+
+    def submit(self, report: Callable[[Sink], object]) -> None:
+        """Queues a call of `report` with the sink, in the sink's thread. Never blocks."""
+        if self._queue.qsize() < self._capacity:
+            self._queue.put(report)
+        else:
+            self._fail(f"has {self._capacity} reports waiting; more are lost")
+
+    def flush(self, seconds: float) -> bool:
+        """Waits for all queued reports, at most `seconds`; returns False if some are not done."""
+        event = threading.Event()
+        self._queue.put(lambda _: event.set())
+        return event.wait(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Closes the sink and waits for its thread, at most `seconds`."""
+        self._queue.put(lambda sink: sink.close())
+        self._queue.put(None)
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self._fail(f"is still busy after {seconds:.0f} s; unwritten reports are lost")
+
+    def _work(self) -> None:
+        while (report := self._queue.get()) is not None:
+            try:
+                report(self.sink)
+            except Exception as error:
+                self._fail(f"{type(error).__name__}: {error}; training continues")
+
+    def _fail(self, reason: str) -> None:
+        if not self._complained:
+            self._complained = True
+            self._complain(f"{self.name} {reason}")

@@ -39,18 +39,27 @@ class Profiler:
     @contextmanager
     def step(self, step: int) -> Generator[None]:
         """Context manager around a step."""
-        self._begin_trace(step)
-        self._begin_memory(step)
-        yield
-        self._end_memory(step)
-        self._end_trace(step)
-
-    def _begin_trace(self, step: int) -> None:
-        # One step early: the start of the profiler slows the first step, which `_action` therefore does not record.
+        # 1. Both start one step early: the start of the profiler slows the first step, which `_action` therefore does
+        # not record, and the history then has the allocations of tensors that the step before leaves behind.
         if self._profile is None and {step, step + 1} & self._traced:
             self._first_profiled = step
             self._profile = profile(schedule=self._action, on_trace_ready=self._write_trace)
             self._profile.start()
+        if {step, step + 1} & self._snapshots:
+            cuda_memory._record_memory_history(max_entries=HISTORY)  # pyright: ignore[reportPrivateUsage]
+        yield
+        # 2. Write the snapshot, and stop recording unless the next step has one too.
+        if step in self._snapshots:
+            name = f"memory-step-{step}-rank-{dist.get_rank()}.pickle"
+            self._write(name, cuda_memory._dump_snapshot)  # pyright: ignore[reportPrivateUsage]
+            if step + 1 not in self._snapshots:
+                cuda_memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
+        # 3. Write the trace (`_write_trace`). Continue if the next step is traced, or is the warm-up of a traced one.
+        if self._profile is not None:
+            self._profile.step()
+            if not {step + 1, step + 2} & self._traced:
+                self._profile.stop()
+                self._profile = None
 
     def _action(self, count: int) -> ProfilerAction:
         """Returns the profiler's action in the step that is `count` steps after its start."""
@@ -59,31 +68,10 @@ class Profiler:
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.WARMUP if step + 1 in self._traced else ProfilerAction.NONE
 
-    def _end_trace(self, step: int) -> None:
-        if self._profile is None:
-            return
-        self._profile.step()
-        # Continues if the next step is traced, or is the warm-up of a traced step.
-        if not {step + 1, step + 2} & self._traced:
-            self._profile.stop()
-            self._profile = None
-
     def _write_trace(self, profile_data: profile) -> None:
         # `profile.step` increments `step_num` before it calls this.
         step = self._first_profiled + profile_data.step_num - 1
         self._write(f"step-{step}-rank-{dist.get_rank()}.json.gz", profile_data.export_chrome_trace)
-
-    def _begin_memory(self, step: int) -> None:
-        # Starts in the step before, so that the history has the allocations of tensors that this step leaves behind.
-        if {step, step + 1} & self._snapshots:
-            cuda_memory._record_memory_history(max_entries=HISTORY)  # pyright: ignore[reportPrivateUsage]
-
-    def _end_memory(self, step: int) -> None:
-        if step in self._snapshots:
-            name = f"memory-step-{step}-rank-{dist.get_rank()}.pickle"
-            self._write(name, cuda_memory._dump_snapshot)  # pyright: ignore[reportPrivateUsage]
-            if step + 1 not in self._snapshots:
-                cuda_memory._record_memory_history(enabled=None)  # pyright: ignore[reportPrivateUsage]
 
     def _write(self, name: str, write: Callable[[str], object]) -> None:
         try:
