@@ -17,7 +17,8 @@ from armillary.models.block import Block
 from armillary.train import Config, CudaConfig, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, build, kernels
 from armillary.train.cli import main
 from armillary.train.config import check_config
-from armillary.train.cuda_setup import CONNECTIONS, cuda_setup, set_allocator
+from armillary.train.cuda_setup import CONNECTIONS, cuda_setup
+from armillary.train.runtime.device import set_allocator
 
 CONFIGS = {
     "by default": (

@@ -35,9 +35,10 @@ from armillary.train import (
 from armillary.train.config.check import check_log
 from armillary.train.reporting import journal as journals
 from armillary.train.reporting.journal import Journal
-from armillary.train.reporting.metrics import StepMetrics, Stopwatch, average, peak_flops, peak_memory
+from armillary.train.reporting.metrics import StepMetrics, Stopwatch, average
 from armillary.train.reporting.report import GuardedSink, Reporter
 from armillary.train.reporting.sinks import Screen, Sink
+from armillary.train.runtime.device import peak_flops, peak_memory
 
 TEXT = (Path(armillary.train.__file__).parent,)
 """Training text: reading all of Python's source would take each rank longer than training."""

@@ -19,12 +19,13 @@ from armillary.train.config.check import check_config, check_log
 from armillary.train.config.model_sizes import model_config
 from armillary.train.config.overlay import by_flag
 from armillary.train.config.sections import Config
-from armillary.train.cuda_setup import allocator_settings, cuda_setup, set_allocator, set_connections
+from armillary.train.cuda_setup import cuda_setup, set_connections
 from armillary.train.kernels import check_kernel, kernel_with_sm_margin
 from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import choose_axes, choose_device, data_mesh, mesh_axes
 from armillary.train.rows import load_rows, open_stores, vocabulary_size
 from armillary.train.run import Run
+from armillary.train.runtime.device import allocator_settings, set_allocator
 from armillary.train.runtime.health.ranks import check_consistent
 
 

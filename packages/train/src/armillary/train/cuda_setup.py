@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any, cast
-
-import torch
 
 from armillary.core.parts import binds_device
 from armillary.train.config.sections import Config, CudaConfig
 from armillary.train.kernels import sm_margin
+from armillary.train.runtime.device import allocator_settings
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that torch reads; the second is the older name."""
-EXPANDABLE = "expandable_segments"
 
 
 @dataclass(frozen=True)
@@ -62,20 +57,3 @@ def connections(settings: CudaConfig) -> int:
 def set_connections(settings: CudaConfig) -> None:
     """Sets the number of the GPU's work queues in the environment, which CUDA reads when it starts."""
     os.environ[CONNECTIONS] = str(connections(settings))
-
-
-def allocator_settings(expandable: bool) -> str | None:
-    """Returns the environment's settings with expandable segments added; None if they need no change.
-
-    A setting of expandable segments in the environment takes precedence.
-    """
-    settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
-    if not expandable or EXPANDABLE in settings:
-        return None
-    return ",".join(filter(None, (settings, f"{EXPANDABLE}:True")))
-
-
-def set_allocator(settings: str | None) -> None:
-    """Applies settings in the format of PYTORCH_ALLOC_CONF, unless None. Must run before GPU memory is allocated."""
-    if settings is not None:
-        cast(Any, torch)._C._accelerator_setAllocatorSettings(settings)

@@ -13,9 +13,10 @@ from armillary.train.build import prepare, process_group
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.config.sections import Config
 from armillary.train.lr_schedule import schedule_notes
-from armillary.train.reporting.metrics import Stopwatch, Summary, measure, peak_memory
+from armillary.train.reporting.metrics import Stopwatch, Summary, measure
 from armillary.train.reporting.report import Reporter
 from armillary.train.run import Run
+from armillary.train.runtime.device import peak_memory
 from armillary.train.runtime.health.lock import OutputLock
 from armillary.train.runtime.health.stopping import StopSignal
 from armillary.train.runtime.health.watchdog import Watchdog
