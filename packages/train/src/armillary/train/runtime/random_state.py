@@ -46,20 +46,17 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
             has_gauss, gauss = state["python_gauss"].tolist()
             random.setstate((version, tuple(words), gauss if has_gauss else None))
         if "numpy" in state:
-            set_numpy(state["numpy"], state["numpy_gauss"].item())
+            *keys, position, has_gauss = state["numpy"].tolist()
+            if not (0 <= position <= WORDS and has_gauss in (0, 1)):  # numpy would read memory beyond its words
+                raise ValueError(f"no state of random numbers (position {position} of {WORDS})")
+            cached_gauss = state["numpy_gauss"].item()
+            np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached_gauss))
         if "torch" in state:
             torch.set_rng_state(state["torch"])
         if device.type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], device)
     except (RuntimeError, TypeError, OverflowError, LookupError) as error:
         raise ValueError(f"no state of random numbers ({error})") from error
-
-
-def set_numpy(state: Tensor, cached_gauss: float) -> None:
-    *keys, position, has_gauss = state.tolist()
-    if not (0 <= position <= WORDS and has_gauss in (0, 1)):  # numpy would read memory beyond its words
-        raise ValueError(f"no state of random numbers (position {position} of {WORDS})")
-    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached_gauss))
 
 
 def seed_all(*numbers: int) -> None:
