@@ -246,6 +246,17 @@ def test_all_ranks_raise_the_same_refusal(worlds, tmp_path):
     assert worlds(2).run(dist.get_rank) == [0, 1]
 
 
+def fail_to_lock(output: Path) -> str:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as failure:
+        patch.setattr(locks, "take", lambda *_: {}["missing"])
+        OutputLock(output, print).__enter__()
+    return str(failure.value)
+
+
+def test_an_unforeseen_error_of_the_lock_raises_on_all_ranks(worlds, tmp_path):
+    assert worlds(2).run(fail_to_lock, tmp_path) == ["rank 0: KeyError: 'missing'"] * 2
+
+
 def lose_folder(output: Path) -> list[str]:
     """Returns the error of a run that loses its folder during training."""
     with pytest.MonkeyPatch.context() as patch:

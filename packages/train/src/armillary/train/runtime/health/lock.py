@@ -20,13 +20,14 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 from uuid import uuid4
 
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from armillary.core.parts import open_file, read_file, writing
+from armillary.train.runtime.health.ranks import results_of_all
 
 BEAT = 5.0
 """Seconds between heartbeats of a holder."""
@@ -264,16 +265,11 @@ class OutputLock:
         self._exited = threading.Event()
 
     def __enter__(self) -> Self:
-        # Every rank gets (run, refusal) from rank 0, so that a refusal raises on all ranks.
-        answers: list[Any] = [None] * dist.get_world_size()
         try:
-            dist.all_gather_object(answers, self._take() if dist.get_rank() == 0 else None)
+            self.run = results_of_all(self._take)[0]
         except BaseException:  # also after ^C the lock must be released
             self.__exit__(None, None, None)
             raise
-        self.run, refusal = answers[0]
-        if refusal:
-            raise ValueError(f"{self.flag} {self.output}: {refusal}")
         if self.claim is not None:
             threading.Thread(target=self._beat, args=(self.claim,), name="output lock", daemon=True).start()
         return self
@@ -298,16 +294,19 @@ class OutputLock:
         if self._lost_message:
             raise LockLost(self._lost_message)
 
-    def _take(self) -> tuple[str, str]:
-        """Takes the lock; returns (name of the run, the reason why the run may not start or "")."""
+    def _take(self) -> str:
+        """Takes the lock on rank 0; returns the name of the run there, "" on other ranks."""
+        if dist.get_rank() != 0:
+            return ""
         holder = Holder.this_process()
         try:
             self.claim = take(self.output / "lock", holder, self.timeout, self.say)
-        except FolderInUse as refusal:
-            return holder.run, str(refusal)
+        except FolderInUse as error:
+            raise ValueError(f"{self.flag} {self.output}: {error}") from error
         except OSError as error:
-            return holder.run, f"cannot be written to ({error.strerror}: {error.filename}); name another folder"
-        return holder.run, ""
+            reason = f"cannot be written to ({error.strerror}: {error.filename}); name another folder"
+            raise ValueError(f"{self.flag} {self.output}: {reason}") from error
+        return holder.run
 
     def _beat(self, claim: Claim) -> None:
         """Posts heartbeats until the block exits or another run has taken the lock. Runs in a thread."""

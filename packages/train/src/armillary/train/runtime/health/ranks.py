@@ -50,23 +50,34 @@ class Ranks:
             ValueError, OSError: `action` raised errors of this type.
             RuntimeError: `action` raised any other error, or errors of several types, or ranks are missing.
         """
-        answer: tuple[R | None, Failure | None]
-        cause: Exception | None = None
-        # A rank whose action failed still takes part in the exchange below, since the others wait for it there.
-        try:
-            answer = action(), None
-        except Exception as error:
-            cause, answer = error, (None, failure(error))
-        self.barrier()  # names missing ranks, which an all-gather that times out does not
-        answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, answer, group=self.group)
-        if failures := {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}:
-            raise combine_errors(failures) from cause
-        return [result for result, _ in answers]
+        return results_of_all(action, self.group, self.barrier)
 
     def on_first(self, action: Callable[[], R]) -> R:
         """Calls `action` on rank 0 alone; returns the result on every rank. Errors as from `on_all`."""
         return cast(R, self.on_all(lambda: action() if self.rank == 0 else None)[0])
+
+
+def results_of_all(
+    action: Callable[[], R], group: dist.ProcessGroup | None = None, barrier: Callable[[], None] = lambda: None
+) -> list[R]:
+    """Calls `action` on every rank of a group, as `Ranks.on_all` does; by default of the default group. Collective.
+
+    Args:
+        barrier: called on every rank before the results are exchanged.
+    """
+    answer: tuple[R | None, Failure | None]
+    cause: Exception | None = None
+    # A rank whose action failed still takes part in the exchange below, since the others wait for it there.
+    try:
+        answer = action(), None
+    except Exception as error:
+        cause, answer = error, (None, failure(error))
+    barrier()  # that of `Ranks` names missing ranks, which an all-gather that times out does not
+    answers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(answers, answer, group=group)
+    if failures := {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}:
+        raise combine_errors(failures) from cause
+    return [result for result, _ in answers]
 
 
 def check_consistent(subject: str, values: Mapping[str, Any]) -> None:
@@ -75,8 +86,7 @@ def check_consistent(subject: str, values: Mapping[str, Any]) -> None:
     Args:
         subject: name of the values for the message, such as "the configuration".
     """
-    values_by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values_by_rank, dict(values))
+    values_by_rank = results_of_all(lambda: dict(values))
     for rank, of_rank in enumerate(values_by_rank):
         for name, value in values_by_rank[0].items():
             if of_rank[name] != value:
