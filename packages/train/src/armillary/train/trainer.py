@@ -20,8 +20,7 @@ from armillary.train.runtime.device import peak_memory
 from armillary.train.runtime.health.lock import OutputLock
 from armillary.train.runtime.health.stopping import StopSignal
 from armillary.train.runtime.health.watchdog import Watchdog
-from armillary.train.runtime.profiler import Profiler
-from armillary.train.runtime.step_trace import StepTrace
+from armillary.train.runtime.profiler import Profiler, StepTrace
 from armillary.train.step import train_step
 from armillary.train.validation import validate
 
