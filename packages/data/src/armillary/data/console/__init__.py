@@ -10,10 +10,13 @@ from armillary.data.console.exit import (
     REFUSALS,
     exit_on_error,
     exit_with,
+    flag_in_errors,
     one_line,
     print_lines,
+    printable,
+    report_failure,
+    write_to_stderr,
 )
-from armillary.data.console.failure import printable, report_failure, write_to_stderr
 from armillary.data.console.pictures import check_picture, picture, print_written
 from armillary.data.console.units import (
     BYTES_SUCH_AS,
@@ -45,6 +48,7 @@ __all__ = [
     "check_picture",
     "exit_on_error",
     "exit_with",
+    "flag_in_errors",
     "gib",
     "one_line",
     "parse",

@@ -1,14 +1,25 @@
-"""Exits of commands: an expected error is printed in one line on stderr and decides the exit code."""
+"""Exits of commands: an expected error is printed in one line on stderr and decides the exit code.
+
+Under torchrun the report of a rank that ends is in the rank's error file. torchrun prints the error files of all its
+ranks when it ends, and the earliest one last, as the root cause. So the first rank that fails writes the cause, and
+ranks that end because of it write only which rank that is.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
+import multiprocessing
+import os
 import sys
+import time
+import traceback
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
-from typing import NoReturn
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
-from armillary.data.console.failure import error_file, printable, report_failure
+from armillary.core.parts import read_file
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes: for invalid arguments or input; for work that failed or found no answer; for ^C."""
@@ -58,6 +69,15 @@ def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) 
         raise
 
 
+@contextmanager
+def flag_in_errors(flag: str) -> Generator[None]:
+    """Context manager that puts a flag in front of the message of a ValueError of its block."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from error
+
+
 def exit_with(program: str, reason: str, code: int) -> NoReturn:
     """Reports the reason in one line and ends the process with exit code `code`. See `report_failure`."""
     report_failure(program, one_line(reason))
@@ -79,3 +99,131 @@ def one_line(text: str) -> str:
 def print_lines(*lines: str) -> None:
     """Prints lines, `printable`, on stdout."""
     print(*map(printable, lines), sep="\n", flush=True)
+
+
+# -- reports of failures ----------------------------------------------------------------------------------------------
+
+
+class FirstFailure(NamedTuple):
+    """The first report among the ranks of one torchrun: its rank, its last line, and its time in seconds."""
+
+    rank: str
+    cause: str
+    time: float
+
+
+def error_file() -> Path | None:
+    """Returns the file in which torchrun expects the error of this rank; None without torchrun."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(path) if path else None
+
+
+def report_failure(
+    program: str,
+    *lines: str,
+    error: BaseException | None = None,
+    rank: int | str | None = None,
+    caused_by_peers: bool = False,
+    begin: float | None = None,
+) -> bool:
+    """Reports why this rank ends; a later report of the same process is ignored.
+
+    The report goes to torchrun's error file. It is also printed on stderr if torchrun will not print the file: if there
+    is none, if torchrun restarts the ranks, or if it forked them, because then it prints the error of only one.
+
+    Args:
+        lines: the report; the last line is the cause.
+        error: an exception that completes the last line. The error file has its traceback too.
+        rank: the rank of this process; by default torchrun's.
+        caused_by_peers: other ranks report the same cause, so this report is left out if it is not the first.
+        begin: a time before the failure, in seconds; by default now. torchrun dates a killed rank when it notices its
+            end, and shows the earliest report as the root cause.
+
+    Returns:
+        True if the report is in torchrun's error file.
+    """
+    rank = os.environ.get("RANK") if rank is None else str(rank)
+    prefix = f"{program}: " if rank is None else f"[rank {rank}] {program}: "
+    *context, cause = map(printable, lines)
+    if error is not None:
+        cause += printable(f": {type(error).__name__}: {error}")
+    path = error_file()
+    if path is None:  # Python prints the traceback, and the whole message with it
+        write_to_stderr("".join(f"{prefix}{line}\n" for line in (*context, cause.splitlines()[0])))
+        return False
+    if path.exists():
+        return True
+    # 1. The first rank that fails writes the whole report; its date is before those of all others.
+    text = "".join(f"{prefix}{line}\n" for line in (*context, cause))
+    if error is not None:
+        text = frames_of(error) + text
+    date, is_repetition = begin or time.time(), False
+    first = first_failure(path, FirstFailure(rank or "0", cause, date))
+    if first is not None:
+        date, is_repetition = max(time.time(), first.time + 1), caused_by_peers or first.cause == cause
+        if is_repetition and prints_all_ranks():
+            text = f"{prefix}ended; rank {first.rank} reports the cause\n"
+    # 2. The format is that of torch's `record`, which would write a traceback even for errors that need none.
+    # torchrun prints "traceback : " before the text, which therefore begins with a line break.
+    details = {"py_callstack": "\n" + text.rstrip(), "timestamp": str(int(date))}
+    is_recorded = False
+    with suppress(OSError):
+        path.write_text(json.dumps({"message": {"message": cause, "extraInfo": details}}))
+        is_recorded = True
+    # 3. torchrun prints error files only when it ends, not when it restarts the ranks.
+    if not is_recorded or (not is_repetition and (will_restart() or not prints_all_ranks())):
+        write_to_stderr(text)
+    return is_recorded
+
+
+def first_failure(path: Path, failure: FirstFailure) -> FirstFailure | None:
+    """Returns the first failure of a rank of this torchrun; None if it is `failure`.
+
+    Args:
+        path: this rank's error file, ATTEMPT/LOCAL_RANK/error.json. The first rank creates a file in ATTEMPT.
+    """
+    attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    if path.parts[-3:-1] != (attempt, os.environ.get("LOCAL_RANK")):
+        return None  # another layout, in which the ranks may not share this folder, or may share it with another run
+    own, first = path.with_name("failure.json"), path.parents[1] / "first-failure.json"
+    try:
+        own.write_text(json.dumps(failure))
+        os.link(own, first)  # creates the file complete, and only once
+    except FileExistsError:
+        return FirstFailure(*json.loads(read_file(first)))
+    except OSError:
+        pass  # a file system without links: every rank reports
+    return None
+
+
+def will_restart() -> bool:
+    """Returns True if torchrun restarts the ranks after a failure."""
+    count, limit = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    return int(count) < int(limit)
+
+
+def prints_all_ranks() -> bool:
+    """Returns True if torchrun prints the errors of all ranks: it started them as commands, not as forks of itself."""
+    return multiprocessing.parent_process() is None
+
+
+def frames_of(error: BaseException) -> str:
+    """Returns the traceback of an error, with those of its causes, without the error's own message."""
+    message = "".join(traceback.format_exception_only(error))
+    return "".join(traceback.format_exception(error)).removesuffix(message)
+
+
+def printable(text: str) -> str:
+    """Returns the text with unprintable characters escaped, except line feeds.
+
+    For all that commands print: names and values in files may have escape codes, which would control the terminal.
+    """
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
+
+
+def write_to_stderr(text: str) -> None:
+    with suppress(OSError):  # the process that reads this output may be gone
+        sys.stderr.write(text)
+        sys.stderr.flush()
