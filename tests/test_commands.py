@@ -13,7 +13,7 @@ from armillary.data import cli as data
 from armillary.data.console import parse
 from armillary.data.loader.batches import check_minimum
 from armillary.plan import cli as plan
-from armillary.plan.dry_run import read_options
+from armillary.plan.dry_run import RunOptions
 from armillary.plan.memory import Job, StepMemory
 from armillary.plan.memory.estimate import estimate
 from armillary.plan.memory.plan import MemoryOptions
@@ -25,7 +25,7 @@ from armillary.plan.tune import read_options as read_tune_options
 from armillary.train import cli as train
 from armillary.train.checkpoint import export
 from armillary.train.checkpoint.export import Export
-from armillary.train.command import read_command
+from armillary.train.command import read_command, read_run
 from armillary.train.config import check_limits
 from armillary.train.generate import cli as generate
 from armillary.train.generate.command import read_generate
@@ -59,7 +59,7 @@ def train_file_numbers(text: str) -> list[int]:
 
 
 def plan_run_numbers(text: str) -> list[int]:
-    config = read_options(["--data.sequence-length", text], "armillary-plan run").run
+    config = read_run(["--data.sequence-length", text], RunOptions, "armillary-plan run")[0].run
     check_limits(config)
     return [config.data.sequence_length]
 
@@ -155,7 +155,7 @@ def test_tables_are_complete_on_a_pipe_and_in_80_columns(command, cells, capsys,
 def planning(words: list[str]) -> object:
     kinds = {"search": SearchOptions, "memory": MemoryOptions}
     command, flags = (words[0], words[1:]) if words and not words[0].startswith("-") else ("search", words)
-    return read_options(flags, command) if command == "run" else parse(flags, kinds[command], command)
+    return read_run(flags, RunOptions, command)[0] if command == "run" else parse(flags, kinds[command], command)
 
 
 DATA_COMMANDS = ("prepare", "info")

@@ -26,7 +26,7 @@ from armillary.plan import Cluster
 from armillary.plan.cli import USAGE, main
 from armillary.plan.comm_time.comm_plan_time import FORWARD_FLOPS, PassTime, all_gather_seconds, plan_seconds
 from armillary.plan.comm_time.step_time import Passes, step_time
-from armillary.plan.dry_run import read_options
+from armillary.plan.dry_run import RunOptions
 from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import AttentionChoice, Estimate
 from armillary.plan.memory.plan import MemoryOptions
@@ -39,7 +39,7 @@ from armillary.plan.search.report import as_dict, draw, figures, policy_rows, st
 from armillary.plan.search.search import SearchOptions, passes_of, search
 from armillary.plan.tune import TuneOptions
 from armillary.plan.tune import read_options as read_tune_options
-from armillary.train.command import read_command
+from armillary.train.command import read_command, read_run
 
 # -- against measurements of papers -----------------------------------------------------------------------------------
 
@@ -559,7 +559,7 @@ def test_examples_in_the_help_parse(tmp_path, monkeypatch):
     (tmp_path / "tuned.toml").write_text('recipe = "llama3_8b_128k"')
     (planned, longest, step), tune = commands_in(USAGE, "armillary-plan"), "armillary.plan.tune"
     assert parse(planned, SearchOptions, "search").out and parse(longest[1:], MemoryOptions, "memory").max_context
-    assert (longest[0], step[0], read_options(step[1:], "run").recipe) == ("memory", "run", "llama3_8b_1m")
+    assert (longest[0], step[0], read_run(step[1:], RunOptions, "run")[0].recipe) == ("memory", "run", "llama3_8b_1m")
     assert [read_tune_options(words).cluster for words in commands_in(TuneOptions.__doc__, tune)] == [None, "8xh100"]
     _, path = commands_in(TuneOptions.__doc__, "armillary.train")[-1]
     assert path == str(TuneOptions().out)

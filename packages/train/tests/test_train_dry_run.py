@@ -12,8 +12,7 @@ from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, rec
 from armillary.train.cli import main
 from armillary.train.command import read_command
 from armillary.train.config import model_config
-from armillary.train.dry_run.predict import checked_axes
-from armillary.train.parts import dry_run, fake_world, shard_model
+from armillary.train.parts import choose_axes, dry_run, fake_world, shard_model
 
 RANKS = {
     "debug": 4,
@@ -54,7 +53,7 @@ def dry_run_output(capsys, *flags: str) -> str:
 
 def test_a_dry_run_prints_mesh_and_shapes_and_the_commands_for_memory_and_time(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("armillary.train.dry_run.report.find_spec", lambda name: ModuleSpec(name, None))  # installed
+    monkeypatch.setattr("armillary.train.dry_run.find_spec", lambda name: ModuleSpec(name, None))  # installed
     output = dry_run_output(capsys, "--recipe", "llama3_8b_128k", "--model.layers", "2")
     rows = [" ".join(line.split()) for line in output.splitlines()]
     assert rows[0] == "LLaMA, 1,486,901,248 parameters, bfloat16"
@@ -74,7 +73,7 @@ def test_a_dry_run_prints_mesh_and_shapes_and_the_commands_for_memory_and_time(c
 
 
 def test_without_the_planner_its_installation_from_a_checkout_is_named(capsys, monkeypatch):
-    monkeypatch.setattr("armillary.train.dry_run.report.find_spec", lambda _: None)
+    monkeypatch.setattr("armillary.train.dry_run.find_spec", lambda _: None)
     main(["--dry-run", "--model.vocab-size", "257"])
     assert "pip install ./packages/plan" in capsys.readouterr().out.splitlines()[-1]
 
@@ -105,7 +104,7 @@ def test_a_dry_run_names_the_attention_kernel_and_why_better_ones_are_not_used(c
 
 def test_a_run_uses_the_named_kernel():
     config = Config(model=ModelConfig(vocab_size=257), parallel=ParallelConfig(ring=2, ulysses=2, kernel="dense"))
-    with fake_world(**checked_axes(config, 4)) as mesh:
+    with fake_world(**choose_axes(config, 4)) as mesh:
         sizes = model_config(config.model, 257, config.data.sequence_length)
         assert shard_model(sizes, config, mesh, torch.float32)[1].kernel == "dense"
 

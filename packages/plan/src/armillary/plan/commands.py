@@ -16,6 +16,7 @@ from armillary.plan.search import report as search_report
 from armillary.plan.search.command_line import write_choice
 from armillary.plan.search.search import SearchOptions
 from armillary.plan.search.search import search as search_all
+from armillary.train.config import read_run
 
 
 def run_command(program: str, name: str, argv: Sequence[str]) -> bool:
@@ -57,7 +58,7 @@ def memory(argv: Sequence[str], program: str) -> bool:
 
 def run(argv: Sequence[str], program: str) -> bool:
     """Runs `armillary-plan run`. Returns True if the run fits."""
-    options = dry_run.read_options(argv, program)
+    options, _ = read_run(argv, dry_run.RunOptions, program)
     with Bar("simulating", quiet=options.json) as bar:
         result = dry_run.predict(options.run, options.cluster, partial(bar.show, "simulating"))
     print_result(options.json, partial(dry_run.as_dict, result), partial(dry_run.show, result))

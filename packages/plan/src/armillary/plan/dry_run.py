@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
-import tyro
 
-from armillary.data.console import parse, print_table
+from armillary.data.console import print_table
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.step_time import StepTime, step_time
@@ -24,12 +23,12 @@ from armillary.plan.presets import cluster_of
 from armillary.plan.search.candidates import Candidate, Mesh
 from armillary.plan.search.search import duration, passes_of
 from armillary.train import Config
-from armillary.train.config import Source, check_model_flags, read_source
+from armillary.train.config import ConfiguredRun
 from armillary.train.parts import DryRun, dry_run, precision_of, print_dry_run, sm_margin
 
 
 @dataclass(frozen=True)
-class RunOptions(Source):
+class RunOptions(ConfiguredRun):
     """Predicts mesh, shapes, memory and step time of a run, from the trainer's own flags.
 
     Two ways to start:
@@ -45,16 +44,6 @@ class RunOptions(Source):
     """8xh100, 16xh200, 8xa100-80, ..., or a TOML file. The run has one rank on each accelerator."""
     json: bool = False
     """Print JSON."""
-    run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
-
-
-def read_options(argv: Sequence[str], program: str) -> RunOptions:
-    """Parses a command line with the trainer's recipe, file and flags. Raises the errors of `parse`."""
-    # The recipe and the file give the defaults of the flags.
-    source, _, config = read_source(argv, program)
-    options = parse(argv, RunOptions, program, RunOptions(source.recipe, source.config, run=config))
-    check_model_flags(argv, options.run.model)
-    return options
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeGuard
 
 import tyro
 
-from armillary.data.console import byte_quantity, quantity
+from armillary.data.console import byte_quantity, flag_in_errors, quantity
 from armillary.models import GPTConfig, LlamaConfig, StateConfig, pretrained_config
 from armillary.plan.cluster.cluster import Cluster
 from armillary.train.config import flag
@@ -58,10 +58,8 @@ def model_of(name: str, length: int) -> Model:
         raise ValueError(
             f"--model {name}: must be one of {', '.join(MODELS)}, or an existing Hugging Face folder or config.json"
         )
-    try:
+    with flag_in_errors(f"--model {name}"):
         model = pretrained_config(name)
-    except ValueError as error:
-        raise ValueError(f"--model {name}: {error}") from error
     if isinstance(model, LlamaConfig):  # as in the trainer, RoPE has any number of positions
         return replace(model, max_positions=max(model.max_positions, length))
     if length > model.max_positions:
@@ -113,10 +111,8 @@ def byte_amount(options: Any, name: str) -> int:
 
 
 def _parse_field(options: Any, name: str, parse: Callable[[str | int], int]) -> int:
-    try:
+    with flag_in_errors(f"--{flag(name)}"):
         return parse(getattr(options, name))
-    except ValueError as error:
-        raise ValueError(f"--{flag(name)}: {error}") from error
 
 
 def model_size(model: Model) -> str:

@@ -9,14 +9,7 @@ from typing import Any
 
 from armillary.core.parts import parse_toml
 from armillary.train import Config
-from armillary.train.config import find_recipe, flag, flat, overlay_settings
-
-
-def recipe_config(name: str) -> Config:
-    """Returns the configuration of a recipe, which is given by a built-in name or as "my.module:function"."""
-    config = find_recipe(name, f"--recipe {name}")()
-    assert isinstance(config, Config)
-    return config
+from armillary.train.config import flag, flat, overlay_settings, recipe_config
 
 
 def write_toml(path: Path, recipe: str, config: Config, comment: str) -> None:

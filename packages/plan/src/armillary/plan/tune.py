@@ -15,18 +15,16 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from armillary.attention import AttentionMask
 from armillary.attention.plans import names
 from armillary.core import world_size
 from armillary.core.parts import compat
-from armillary.data.console import Bar, Column, exit_on_error, parse, print_lines, print_table, refuse_removed
+from armillary.data.console import Bar, Column, exit_on_error, print_lines, print_table, refuse_removed
 from armillary.models import initialize, linear_token_loss
 from armillary.models.parts import one_block
 from armillary.plan.dry_run import job_of, time_of
@@ -38,14 +36,14 @@ from armillary.plan.search.search import duration
 from armillary.plan.train_config import write_toml
 from armillary.train import Config, LogConfig, ParallelConfig, process_group
 from armillary.train.config import (
+    ConfiguredRun,
     Count,
-    Source,
+    Several,
     by_flag,
     check_config,
     check_limits,
-    check_model_flags,
     model_config,
-    read_source,
+    read_run,
 )
 from armillary.train.parts import (
     Ranks,
@@ -72,7 +70,7 @@ COLUMNS = (Column("candidate", text=True), Column("forward and backward"), Colum
 
 
 @dataclass(frozen=True)
-class TuneOptions(Source):
+class TuneOptions(ConfiguredRun):
     """Measures which mesh and attention method train a model fastest on this machine.
 
     Three ways to start:
@@ -93,14 +91,13 @@ class TuneOptions(Source):
     """TOML file to write, for armillary-train --config: the run with the fastest mesh and method."""
     iterations: Count = 3
     """Measured passes (forward and backward) of each candidate, after a warm-up pass."""
-    attention: tuple[str, ...] = ()
+    attention: Several[str] = ()
     """Methods to measure, named as for --parallel.attention; by default all. usp is ulysses+ring."""
     cluster: str | None = None
     """A cluster's name, such as 8xh100, or a TOML file. Measures only candidates that the planner predicts to be
     fastest on it, of those that fit."""
     best: Count = 10
     """With --cluster: number of candidates to measure."""
-    run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
     @property
     def measured_run(self) -> Config:
@@ -159,12 +156,8 @@ def read_options(argv: Sequence[str]) -> TuneOptions:
             `out` that is no .toml file, a cluster together with replicate or tp, or a flag of an earlier version.
     """
     refuse_removed(argv, REMOVED)
-    # The recipe and the file give the defaults of the flags.
-    source, _, config = read_source(argv, PROGRAM)
-    options = parse(argv, TuneOptions, PROGRAM, TuneOptions(source.recipe, source.config, run=config))
-    check_limits(options.run)
-    check_limits(replace(options, run=Config()))
-    check_model_flags(argv, options.run.model)
+    options, _ = read_run(argv, TuneOptions, PROGRAM)
+    check_limits(options)
     parallel = options.run.parallel
     if unknown := [name for name in options.attention if name not in names()]:
         raise ValueError(f"--attention {unknown[0]}: no such method; known: {', '.join(names())}")
@@ -177,7 +170,7 @@ def read_options(argv: Sequence[str]) -> TuneOptions:
                 f"--cluster {options.cluster} does not predict --parallel.replicate {parallel.replicate} x "
                 f"--parallel.tp {parallel.tp}; leave out --cluster or these"
             )
-    return replace(options, recipe=source.recipe)
+    return options
 
 
 # -- the candidates ----------------------------------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from armillary.core import Axis, accumulation_dtype, build_mesh, start_process_g
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, load_pretrained, parallelize
 from armillary.models.parts import meta_model, weight_map
 from armillary.train.checkpoint import check_output
-from armillary.train.config.check import check_config, check_log
-from armillary.train.config.model_sizes import model_config
+from armillary.train.config.check import check_config, check_log, model_config
 from armillary.train.config.overlay import by_flag
 from armillary.train.config.sections import Config
 from armillary.train.cuda_setup import cuda_setup, set_connections

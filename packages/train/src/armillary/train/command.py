@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from traceback import extract_tb
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import tyro
 
 from armillary.data.console import parse, parse_known, refuse_removed
 from armillary.train import recipes
-from armillary.train.config.model_sizes import GPT_FIELDS, PRETRAINED_FIELDS
+from armillary.train.config.check import GPT_FIELDS, PRETRAINED_FIELDS
 from armillary.train.config.overlay import differences, flag, overlay_settings, read_settings
 from armillary.train.config.sections import Config, ModelConfig
 
@@ -46,7 +46,17 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Command(Source):
+class ConfiguredRun(Source):
+    """A run's configuration: that of the recipe, overridden by the file, overridden by flags."""
+
+    run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+Options = TypeVar("Options", bound=ConfiguredRun)
+
+
+@dataclass(frozen=True)
+class Command(ConfiguredRun):
     r"""Trains a LLaMA or a GPT with context parallelism and FSDP2, under torchrun or on one process.
 
     Five ways to start:
@@ -75,37 +85,36 @@ class Command(Source):
     """Dry run: print JSON."""
     trace: Path | None = None
     """Short for --log.trace."""
-    run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
 
 
 def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
     """Returns the command and lines to print: the recipe's name, and the fields that differ from the recipe.
 
     Raises:
-        ValueError: as `read_source` and `check_model_flags`, an unknown flag, or an option of a dry run without
-            --dry-run.
+        ValueError: as `read_run`, or an option of a dry run without --dry-run.
     """
-    source, recipe, config = read_source(argv, PROGRAM)
-    command = parse(argv, Command, PROGRAM, Command(source.recipe, source.config, run=config))
-    check_model_flags(argv, command.run.model)
+    command, recipe = read_run(argv, Command, PROGRAM)
     if not command.dry_run and (command.ranks is not None or command.json):
         name = "json" if command.ranks is None else "ranks"
         raise ValueError(f"--{name} is for a dry run; add --dry-run, or leave it out")
     if command.trace is not None:
         log = replace(command.run.log, trace=command.trace)
         command = replace(command, run=replace(command.run, log=log))
-    changes = differences(recipe, command.run)
-    return command, [f"recipe: {source.recipe}", *(f"  {line}" for line in changes)]
+    return command, [f"recipe: {command.recipe}", *(f"  {line}" for line in differences(recipe, command.run))]
 
 
-def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Config]:
-    """Returns (names of recipe and file, the recipe's configuration, the configuration updated from the file).
+def read_run(argv: Sequence[str], kind: type[Options], program: str) -> tuple[Options, Config]:
+    """Parses the options of a command that has all flags of a run, and returns them with the recipe's configuration.
+
+    Args:
+        kind: dataclass of the options; `recipe` and `run` of the result are the recipe's name and the run.
 
     Raises:
-        ValueError: no such recipe, an error in a recipe, a file that cannot be read, an unknown key, a flag or key
-            of an earlier version (`REMOVED`), or a value of the wrong kind.
+        ValueError: no such recipe, an error in a recipe, a file that cannot be read, an unknown key or flag, one of an
+            earlier version (`REMOVED`) or without effect (`check_model_flags`), or a value of the wrong kind.
     """
     refuse_removed(argv, {f"--{flag(key)}": advice for key, advice in REMOVED.items()})
+    # 1. The recipe: the flag's, else the file's, else debug.
     source = parse_known(argv, Source, program)
     settings = {} if source.config is None else read_settings(source.config)
     name = settings.pop("recipe", "debug")
@@ -114,12 +123,12 @@ def read_source(argv: Sequence[str], program: str) -> tuple[Source, Config, Conf
     label = f"--config {source.config}: recipe = {name}"
     if source.recipe is not None:
         name, label = source.recipe, f"--recipe {source.recipe}"
-    make_recipe = find_recipe(name, label)
-    with recipe_errors(label):
-        recipe = make_recipe()
-    if not isinstance(recipe, Config):
-        raise ValueError(f"{label}: it returns {type(recipe).__name__}, not a Config")
-    return replace(source, recipe=name), recipe, overlay_settings(recipe, settings, source.config or Path(), REMOVED)
+    recipe = recipe_config(name, label)
+    # 2. The file overrides the recipe, and flags override both.
+    config = recipe if source.config is None else overlay_settings(recipe, settings, source.config, REMOVED)
+    options = parse(argv, kind, program, kind(recipe=name, config=source.config, run=config))
+    check_model_flags(argv, options.run.model)
+    return options, recipe
 
 
 def check_model_flags(argv: Sequence[str], model: ModelConfig) -> None:
@@ -145,27 +154,30 @@ def check_model_flags(argv: Sequence[str], model: ModelConfig) -> None:
             raise ValueError(f"--model.{key}: {reason}; leave it out")
 
 
-def find_recipe(name: str, label: str) -> Callable[[], object]:
-    """Returns the recipe of this name, or the function "my.module:function", importable from the working directory.
+def recipe_config(name: str, label: str | None = None) -> Config:
+    """Returns the configuration of a recipe: a built-in one, or "my.module:function" of the working directory.
 
     Args:
-        label: start of error messages: the flag or the file that names the recipe.
+        label: start of error messages, the flag or the file that names the recipe; by default the flag.
 
     Raises:
-        ValueError: no such recipe, module or function, or an error in the module.
+        ValueError: no such recipe, module or function, an error in either, or a function that returns no `Config`.
     """
+    label = label or f"--recipe {name}"
     module, colon, function = name.partition(":")
-    if not colon:
-        if name not in RECIPES:
-            raise ValueError(f"{label}: known are {', '.join(RECIPES)}; your own is my.module:function")
-        return RECIPES[name]
+    if not colon and name not in RECIPES:
+        raise ValueError(f"{label}: known are {', '.join(RECIPES)}; your own is my.module:function")
     if "" not in sys.path:
         sys.path.insert(0, "")  # the working directory, which `python -m` searches, but a console script does not
     with recipe_errors(label):
-        recipe = getattr(import_module(module), function, None)
-    if not callable(recipe):
+        make_recipe = getattr(import_module(module), function, None) if colon else RECIPES[name]
+    if not callable(make_recipe):
         raise ValueError(f"{label}: {module} has no function {function!r}")
-    return recipe
+    with recipe_errors(label):
+        config = make_recipe()
+    if not isinstance(config, Config):
+        raise ValueError(f"{label}: it returns {type(config).__name__}, not a Config")
+    return config
 
 
 @contextmanager

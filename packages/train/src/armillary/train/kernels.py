@@ -16,8 +16,9 @@ from armillary.attention.parts import (
     default_margin,
     kernel_candidates,
 )
+from armillary.data.console import flag_in_errors
 from armillary.models import GPTConfig, LlamaConfig
-from armillary.train.config.model_sizes import model_config
+from armillary.train.config.check import model_config
 from armillary.train.config.sections import Config
 
 Capability = tuple[int, int]
@@ -55,10 +56,8 @@ def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> No
         ValueError: the kernel cannot; the message names the flag, the reason, and kernels that can.
     """
     model = model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
-    try:
+    with flag_in_errors(f"--parallel.kernel {config.parallel.kernel}"):
         choose_kernel(inputs_of(config, model, dtype, device), config.parallel.kernel)
-    except ValueError as error:
-        raise ValueError(f"--parallel.kernel {config.parallel.kernel}: {error}") from error
 
 
 def sm_margin(config: Config, ring: int) -> int:

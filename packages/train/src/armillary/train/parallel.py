@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.plans import MethodOptions, named_method
 from armillary.core.parts import compat
-from armillary.train.config.model_sizes import model_config
+from armillary.train.config.check import model_config
 from armillary.train.config.sections import Config, TrainConfig
 
 DATA_AXES = ("replicate", "shard", "nodes", "devices", "ring", "ulysses")

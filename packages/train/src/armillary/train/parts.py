@@ -15,8 +15,7 @@ from armillary.train.runtime.health.watchdog import Watchdog, caused_by_peers
 
 if TYPE_CHECKING:
     from armillary.train.build import collective_timeout, mesh_of, precision, shard_model
-    from armillary.train.dry_run.predict import MOST_RANKS, DryRun, dry_run, precision_of
-    from armillary.train.dry_run.report import print_dry_run
+    from armillary.train.dry_run import MOST_RANKS, DryRun, dry_run, precision_of, print_dry_run
     from armillary.train.runtime.health.ranks import Ranks, check_consistent
     from armillary.train.trainer import watchdog_of
 
@@ -27,13 +26,13 @@ _SLOW_NAMES = {
         "precision",
         "shard_model",
     ),
-    "armillary.train.dry_run.predict": (
+    "armillary.train.dry_run": (
         "DryRun",
         "MOST_RANKS",
         "dry_run",
         "precision_of",
+        "print_dry_run",
     ),
-    "armillary.train.dry_run.report": ("print_dry_run",),
     "armillary.train.runtime.health.ranks": (
         "Ranks",
         "check_consistent",

@@ -7,6 +7,7 @@ from pathlib import Path
 from armillary.attention import Method
 from armillary.core import SequenceLayout
 from armillary.data import Batch, PackedSequences, TokenStore, check_length, python_corpus
+from armillary.data.console import flag_in_errors
 from armillary.data.parts import PACKINGS, Documents, open_tokens, read_tokenizer
 from armillary.models import pretrained_config
 from armillary.train.config.sections import Config, DataConfig, ModelConfig
@@ -58,7 +59,9 @@ def load_rows(
         ValueError: the stores' documents cannot be split or mixed, or have fewer tokens in total than a row.
     """
     length, kind = config.data.sequence_length, config.data.layout
-    check_length(stores, length)
+    with flag_in_errors("--data.sequence-length"):  # fewer tokens than shards, or more than the stores have
+        check_length(stores, length)
+        layout = attention.layout(length, kind)
 
     # A balanced layout gives ranks nearly equal numbers of visible pairs, which depend on the batch's documents.
     def balanced_layout(documents: Documents) -> SequenceLayout:
@@ -72,7 +75,7 @@ def load_rows(
     def rows(stores_subset: list[TokenStore]) -> PackedSequences:
         return PackedSequences(
             stores_subset,
-            layout=attention.layout(length, kind),
+            layout=layout,
             shard=attention.shard,
             rows_per_batch=config.rows_per_batch,
             packing=PACKINGS[config.data.packing],

@@ -10,9 +10,9 @@ from typing import Any
 from armillary.models import GPTConfig
 from armillary.plan.presets import Model, is_hybrid, pretrained_folder
 from armillary.plan.search.search import Choice, SearchResult
-from armillary.plan.train_config import flags, recipe_config, write_toml
+from armillary.plan.train_config import flags, write_toml
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig
-from armillary.train.config import GPT_FIELDS, SIZES
+from armillary.train.config import GPT_FIELDS, SIZES, recipe_config
 
 RECIPES = {
     "debug": "debug",

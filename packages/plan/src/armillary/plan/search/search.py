@@ -27,7 +27,7 @@ from armillary.plan.presets import Bytes, Model, Quantity, amount, byte_amount, 
 from armillary.plan.search.candidates import LAYOUTS, Candidate, candidates, divisors, layouts_of
 from armillary.plan.search.documents import Rows, mask_of, rows_of_store, sample_rows
 from armillary.plan.search.fit_policy import POLICIES, fit_policy
-from armillary.train.config import Count, check_limits
+from armillary.train.config import Count, Several, check_limits
 
 NEEDED = ("comm_plan", "forward_memory", "backward_memory")
 """Functions of a method's plan that a prediction needs. A search over all methods skips methods without one of them."""
@@ -60,7 +60,7 @@ class SearchOptions:
     """Sequence length."""
     rows: Count = 1
     """Sequences per step, over all ranks."""
-    attention: tuple[str, ...] = ()
+    attention: Several[str] = ()
     """Methods to search, named as for --parallel.attention; by default all."""
     documents: Path | None = None
     """Token store. Its documents are packed into rows, and attention is within documents. Compares layouts too."""

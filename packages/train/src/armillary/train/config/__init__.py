@@ -3,12 +3,12 @@
 from typing import TYPE_CHECKING
 
 from armillary.core.parts import imported_at_first_use
-from armillary.train.config.check import check_config
-from armillary.train.config.limits import Count, CountOrNone, check_limits
-from armillary.train.config.model_sizes import GPT_FIELDS, SIZES, model_config
-from armillary.train.config.overlay import by_flag, flag, flat, overlay_settings
+from armillary.train.config.check import GPT_FIELDS, SIZES, check_config, model_config
+from armillary.train.config.overlay import by_flag, check_limits, flag, flat, overlay_settings
 from armillary.train.config.sections import (
     Config,
+    Count,
+    CountOrNone,
     CudaConfig,
     DataConfig,
     LogConfig,
@@ -16,17 +16,19 @@ from armillary.train.config.sections import (
     OptimizerConfig,
     ParallelConfig,
     SaveConfig,
+    Several,
     TrainConfig,
     ValidationConfig,
 )
 
 if TYPE_CHECKING:
-    from armillary.train.command import Source, check_model_flags, find_recipe, read_source
+    from armillary.train.command import ConfiguredRun, read_run, recipe_config
 
 __all__ = [
     "GPT_FIELDS",
     "SIZES",
     "Config",
+    "ConfiguredRun",
     "Count",
     "CountOrNone",
     "CudaConfig",
@@ -36,22 +38,21 @@ __all__ = [
     "OptimizerConfig",
     "ParallelConfig",
     "SaveConfig",
-    "Source",
+    "Several",
     "TrainConfig",
     "ValidationConfig",
     "by_flag",
     "check_config",
     "check_limits",
-    "check_model_flags",
-    "find_recipe",
     "flag",
     "flat",
     "model_config",
     "overlay_settings",
-    "read_source",
+    "read_run",
+    "recipe_config",
 ]
 
-_SLOW_MODULES = {"armillary.train.command": ("Source", "check_model_flags", "find_recipe", "read_source")}
+_SLOW_MODULES = {"armillary.train.command": ("ConfiguredRun", "read_run", "recipe_config")}
 """Modules that need tyro, which only commands do."""
 
 __getattr__ = imported_at_first_use(__name__, _SLOW_MODULES)

@@ -1,7 +1,8 @@
-"""Checks of a configuration before anything is started."""
+"""Checks of a configuration before anything is started, and the sizes of the configured model."""
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from math import isfinite
 
@@ -9,10 +10,40 @@ import torch
 
 from armillary.attention.parts import check_kernel_name
 from armillary.attention.plans import MethodOptions, named_method
-from armillary.train.config.limits import check_limits
-from armillary.train.config.model_sizes import model_config
-from armillary.train.config.sections import Config, LogConfig, OptimizerConfig
+from armillary.data.console import flag_in_errors
+from armillary.models import (
+    GPTConfig,
+    LinearScaling,
+    Llama3Scaling,
+    LlamaConfig,
+    RopeScaling,
+    StateConfig,
+    YarnScaling,
+    pretrained_config,
+)
+from armillary.train.config.overlay import check_limits, flag
+from armillary.train.config.sections import Config, LogConfig, ModelConfig, OptimizerConfig
 from armillary.train.lr_schedule import warmup_of
+
+SIZES = (
+    "family",
+    "dim",
+    "layers",
+    "heads",
+    "kv_heads",
+    "hidden_dim",
+    "head_dim",
+    "qk_norm",
+    "tied_embeddings",
+    "mixers",
+)
+"""Fields that a pretrained folder sets, besides `vocab_size`; recipes and files may only repeat their values."""
+GPT_FIELDS = ("family", "dim", "layers", "heads", "vocab_size", "pretrained")
+"""Fields that a GPT has; only a LLaMA has the others."""
+PRETRAINED_FIELDS = ("pretrained", "rope_theta", "rope_scaling", "rope_factor", "rope_original_length")
+"""Fields that may be set beside a pretrained folder."""
+ROPE_THETA = 10_000.0
+"""Base of RoPE's frequencies, unless `rope_theta` is set."""
 
 
 def check_config(config: Config) -> None:
@@ -53,9 +84,10 @@ def check_data(config: Config) -> None:
 
 
 def check_parallel(config: Config) -> None:
-    """Checks the names of method and kernel, flags that exclude each other, and that each shard gets a token."""
-    parallel, length = config.parallel, config.data.sequence_length
-    named_method(parallel.attention, MethodOptions(nodes=parallel.nodes))
+    """Checks the names of method and kernel, and flags that exclude each other."""
+    parallel = config.parallel
+    with flag_in_errors("--parallel.attention"):
+        named_method(parallel.attention, MethodOptions(nodes=parallel.nodes))
     check_kernel_name("--parallel.kernel", parallel.kernel)
     if config.cuda.sm_margin and parallel.compiler is not None:
         raise ValueError(
@@ -66,13 +98,6 @@ def check_parallel(config: Config) -> None:
         raise ValueError(
             f"--parallel.cp {parallel.cp} is split into ring and ulysses; give either it, or --parallel.ring and "
             "--parallel.ulysses (none: not given)"
-        )
-    # Axes that are not given may still get ranks; then the layout refuses a sequence that is too short for them.
-    shards = parallel.cp or (parallel.ring or 1) * (parallel.ulysses or 1)
-    if length < shards:
-        raise ValueError(
-            f"--data.sequence-length {length}: a sequence of {length} tokens is shorter than its {shards} shards; make "
-            "it longer, or use fewer ranks on ring and ulysses"
         )
 
 
@@ -130,3 +155,120 @@ def check_log(config: LogConfig, steps: int, device: torch.device) -> None:
             f"--log.memory-snapshot: only cuda's allocator keeps a history, and the device is {device.type}; "
             "leave it out, or see --log.profile"
         )
+
+
+# -- the model's sizes ------------------------------------------------------------------------------------------------
+
+
+def model_config(config: ModelConfig, vocab_size: int, length: int) -> LlamaConfig | GPTConfig:
+    """Returns the sizes of the configured model.
+
+    Args:
+        vocab_size: V; ignored with a pretrained folder, which states its own.
+        length: N, tokens of a row; without a pretrained folder, a GPT gets this number of learned positions.
+
+    Raises:
+        ValueError: invalid sizes, fields that the family does not have, or a pretrained folder that is unreadable or
+            has other sizes than the fields.
+    """
+    if config.pretrained is not None:
+        return from_folder(config, length)
+    if config.family == "gpt":
+        check_gpt(config)
+        return GPTConfig(
+            vocab_size=vocab_size, dim=config.dim, layers=config.layers, heads=config.heads, max_positions=length
+        )
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        dim=config.dim,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        hidden_dim=config.hidden_dim,
+        head_dim=config.head_dim or 0,
+        qk_norm=config.qk_norm,
+        tied_embeddings=config.tied_embeddings,
+        rope_theta=ROPE_THETA if config.rope_theta is None else config.rope_theta,
+        rope_scaling=rope_scaling(config),
+        max_positions=length,
+        mixers=config.mixers,
+        states=state_config(config),
+    )
+
+
+def state_config(config: ModelConfig) -> StateConfig | None:
+    """Returns the sizes of layers with a state; None if all mixers are attention."""
+    if set(config.mixers) <= {"attention"}:
+        return None
+    head_dim = config.head_dim or config.dim // config.heads
+    return StateConfig(
+        heads=config.state_heads or config.heads,
+        key_heads=config.state_key_heads or config.kv_heads,
+        key_dim=config.state_key_dim or head_dim,
+        value_dim=config.state_value_dim or head_dim,
+        conv_width=config.conv_width,
+    )
+
+
+def from_folder(config: ModelConfig, length: int) -> LlamaConfig | GPTConfig:
+    """Returns the sizes in the pretrained folder, with RoPE as configured."""
+    sizes = pretrained_config(config.pretrained or "")
+    check_sizes(config, sizes)
+    if isinstance(sizes, GPTConfig):
+        check_gpt(config)
+        if length > sizes.max_positions:
+            raise ValueError(
+                f"--data.sequence-length {length}: {config.pretrained} has {sizes.max_positions} learned positions; "
+                "give at most as many"
+            )
+        return sizes
+    return replace(
+        sizes,
+        rope_theta=sizes.rope_theta if config.rope_theta is None else config.rope_theta,
+        rope_scaling=sizes.rope_scaling if config.rope_scaling is None else rope_scaling(config),
+        max_positions=max(sizes.max_positions, length),
+    )
+
+
+def check_sizes(config: ModelConfig, sizes: LlamaConfig | GPTConfig) -> None:
+    """Raises ValueError, with the flag and both values, for sizes that differ from the pretrained folder's."""
+    defaults = ModelConfig()
+    family = "gpt" if isinstance(sizes, GPTConfig) else "llama"
+    for name in (*SIZES, "vocab_size"):
+        value, default = getattr(config, name), getattr(defaults, name)
+        folder_value = family if name == "family" else getattr(sizes, name, default)
+        # A field that has its default counts as not set.
+        if value not in (default, folder_value):
+            raise ValueError(
+                f"--model.{flag(name)} {value}: the model in {config.pretrained} has {folder_value}; leave it out, or "
+                "train without --model.pretrained"
+            )
+
+
+def check_gpt(config: ModelConfig) -> None:
+    """Raises ValueError, with the flag, for fields that are set and only a LLaMA has."""
+    defaults = ModelConfig()  # a field that has its default counts as not set
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in GPT_FIELDS and value != getattr(defaults, field.name):
+            raise ValueError(
+                f"--model.{flag(field.name)} {value}: a GPT has none; leave it out, or use --model.family llama"
+            )
+
+
+def rope_scaling(config: ModelConfig) -> RopeScaling | None:
+    """Returns the scaling of RoPE's frequencies, with LLaMA 3.1's and YaRN's usual constants."""
+    match config.rope_scaling:
+        case "linear":
+            return LinearScaling(factor=config.rope_factor)
+        case "llama3":
+            return Llama3Scaling(
+                factor=config.rope_factor,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=config.rope_original_length,
+            )
+        case "yarn":
+            return YarnScaling(factor=config.rope_factor, original_max_position_embeddings=config.rope_original_length)
+        case _:
+            return None

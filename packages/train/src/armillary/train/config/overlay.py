@@ -1,21 +1,66 @@
-"""Settings in nested dataclasses: updates from TOML or JSON files, comparison, and the flags of fields."""
+"""Settings in nested dataclasses: their limits, updates from TOML or JSON files, comparison, and flags of fields."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
+from functools import lru_cache, reduce
+from operator import getitem
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from armillary.core.parts import parse_object, parse_toml, read_file
 from armillary.data.console import SUCH_AS, one_line, whole_number
+from armillary.train.config.sections import Config
 
-Settings = TypeVar("Settings")
+PLAIN_WORDS = {
+    "Value error, ": "",
+    "Input should be": "must be",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "greater than": "above",
+    "less than": "below",
+}
+"""Words of pydantic's messages, and shorter ones for errors."""
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def check_limits(options: Any) -> None:
+    """Checks all fields of a dataclass and its sections against their annotations: types, choices and limits.
+
+    Raises:
+        ValueError: a value outside its field's limits, or of another type; names the flag, the value and the limit.
+    """
+    try:
+        adapter_of(type(options)).validate_python([options])
+    except ValidationError as error:
+        key, value, requirement = first_fault(error)
+        # The flags of a section `run`, the trainer's configuration in options of other commands, have no prefix.
+        raise ValueError(f"--{flag(key).removeprefix('run.')} {flag_text(value)}: {requirement}") from error
+
+
+@lru_cache(maxsize=16)
+def adapter_of(kind: type[Any]) -> TypeAdapter[list[Any]]:
+    """Returns pydantic's validator of a list of such dataclasses. It refuses a true for 1 and a text for a number."""
+    # In a list, because pydantic takes no options for a dataclass itself.
+    return TypeAdapter(list[kind], config=ConfigDict(strict=True, revalidate_instances="always"))
+
+
+def first_fault(error: ValidationError) -> tuple[str, Any, str]:
+    """Returns ("section.key", value, requirement) of the first refused value."""
+    detail = error.errors()[0]
+    key = ".".join(word for word in detail["loc"] if isinstance(word, str))  # without indices of lists
+    requirement = detail["msg"]
+    for words, plain_words in PLAIN_WORDS.items():
+        requirement = requirement.replace(words, plain_words)
+    return key, detail["input"], requirement + (f", such as {SUCH_AS}" if detail["type"] == "int_type" else "")
+
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
@@ -38,9 +83,11 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def overlay_settings(
-    config: Settings, settings: Mapping[str, Any], source: Path, removed: Mapping[str, str] | None = None
-) -> Settings:
-    """Returns the configuration, updated with the settings of the file `source`. Keys may have dashes or underscores.
+    config: Config, settings: Mapping[str, Any], path: Path, removed: Mapping[str, str] | None = None
+) -> Config:
+    """Returns the configuration, updated with the settings of the file `path`. Keys may have dashes or underscores.
+
+    As on the command line, "none" is None and "64k" a whole number, where a text is not accepted.
 
     Args:
         removed: keys of earlier versions, with what to write instead. A file with such a key is refused.
@@ -48,85 +95,59 @@ def overlay_settings(
     Raises:
         ValueError: an unknown key, with the nearest valid one, or a value of the wrong kind; names the file.
     """
-    hints = {name: "" for name, _ in flat(config)} | dict(removed or {})
-    return overlay_section(config, settings, f"--config {source}", hints, "")
-
-
-def overlay_section(
-    config: Settings, settings: Mapping[str, Any], source: str, hints: Mapping[str, str], prefix: str
-) -> Settings:
-    """Returns a section updated with `settings`. `prefix` is the section's prefix of keys, such as "model."."""
-    annotations, changes = get_type_hints(type(config), include_extras=True), dict[str, Any]()
-    for key, value in settings.items():
-        name = key.replace("-", "_")  # a file may spell keys as flags do
-        if name not in annotations:
-            raise ValueError(f"{source}: {prefix}{key} is no key; {hint_for(prefix + name, hints)}")
+    # 1. The keys.
+    names, changes = [name for name, _ in flat(config)], dict[str, Any]()
+    for key, value in keys_of(settings):
+        name = key.replace("-", "_")
+        if name not in names:
+            raise ValueError(f"--config {path}: {key} is no key; {(removed or {}).get(name) or nearest(name, names)}")
         if name in changes:
-            raise ValueError(f"{source}: {prefix}{key} is set twice")
-        old = getattr(config, name)
-        if not is_dataclass(old):
-            changes[name] = convert(value, annotations[name], f"{source}: {prefix}{name}")
-        elif isinstance(value, dict):
-            changes[name] = overlay_section(old, value, source, hints, f"{prefix}{name}.")
-        else:
-            raise ValueError(f"{source}: {prefix}{name} is a section, not {value!r}")
+            raise ValueError(f"--config {path}: {key} is set twice")
+        changes[name] = value
+    # 2. The values.
+    values = asdict(config)
+    for name, value in changes.items():
+        section, key = name.split(".")
+        values[section][key] = value
     try:
-        return replace(config, **changes)  # pyright: ignore[reportCallIssue, reportArgumentType, reportUnknownVariableType]
-    except ValueError as error:  # from a section's own `__post_init__`, such as `Checkpointing`'s
-        raise ValueError(f"{source}: {prefix.rstrip('.')}: {error}") from error
+        return config_of(values)
+    except ValidationError as error:
+        key, _, requirement = first_fault(error)
+        shown = f"{key} = {changes[key]!r}" if key in changes else key  # a section that refuses a combination of keys
+        raise ValueError(f"--config {path}: {shown}: {requirement}") from error
 
 
-def hint_for(key: str, hints: Mapping[str, str]) -> str:
-    """Returns the hint for a key of an earlier version, else one with the most similar key.
+def config_of(values: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Returns the configuration with these values of sections. Raises pydantic's error for those of the wrong kind."""
+    # Through JSON: pydantic's strict mode then accepts a list for a tuple and a text for a path.
+    values, adapter = json.loads(json.dumps(values, default=str)), adapter_of(Config)
+    try:
+        return adapter.validate_json(json.dumps([values]))[0]
+    except ValidationError as error:
+        # Texts are tried as numbers only where they are refused as texts.
+        for detail in error.errors():
+            text, (_, *places, key) = detail["input"], detail["loc"]
+            if isinstance(text, str) and detail["type"] in ("int_type", "float_type"):
+                with suppress(ValueError):
+                    reduce(getitem, places, values)[key] = None if text in ("none", "None") else whole_number(text)
+        return adapter.validate_json(json.dumps([values]))[0]
 
-    Args:
-        hints: all keys; those of earlier versions with a hint, current ones with "".
-    """
-    if hint := hints.get(key):
-        return hint
+
+def keys_of(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields ("section.key", value) for every key of a file."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from keys_of(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def nearest(key: str, names: Sequence[str]) -> str:
+    """Returns a hint with the name that is most similar to a key."""
     # A key in the wrong section is a likelier mistake than a misspelt one, so equal last parts come first.
-    leaf, names = key.rpartition(".")[2], [name for name, hint in hints.items() if not hint]
+    leaf = key.rpartition(".")[2]
     same_leaf = [name for name in names if name.rpartition(".")[2] == leaf]
     return f"the nearest is {(same_leaf or get_close_matches(key, names, n=1, cutoff=0.0))[0]}"
-
-
-def convert(value: object, annotation: Any, key: str) -> Any:
-    """Converts a file's value to a field's type. As on the command line, "none" is None and "64k" a whole number.
-
-    Raises:
-        ValueError: a value of another type; names the key.
-    """
-    adapter = TypeAdapter[Any](annotation)
-    if value in ("none", "None") and accepts(adapter, None) and not accepts(adapter, "none"):
-        return None
-    try:
-        # Through JSON: strict validation of JSON accepts a list for a tuple and a text for a path; that of Python
-        # values refuses both.
-        return adapter.validate_json(json.dumps(value, default=str), strict=True)
-    except ValidationError as error:
-        # A text such as "64k" is a number only where the field's type refuses texts, so it is tried second.
-        if isinstance(value, str | list) and (number := as_numbers(value)) != value:
-            return convert(number, annotation, key)
-        example = f", such as {SUCH_AS}" if any(detail["type"] == "int_type" for detail in error.errors()) else ""
-        requirements = "; or: ".join(dict.fromkeys(detail["msg"] for detail in error.errors())) + example
-        raise ValueError(f"{key} = {value!r}: {requirements}") from error
-
-
-def accepts(adapter: TypeAdapter[Any], value: object) -> bool:
-    try:
-        adapter.validate_python(value, strict=True)
-    except ValidationError:
-        return False
-    return True
-
-
-def as_numbers(value: object) -> object:
-    """Replaces texts such as "64k" and "1Mi", in lists too, by their numbers."""
-    if isinstance(value, list):
-        return [as_numbers(item) for item in value]
-    with suppress(ValueError):
-        return whole_number(value) if isinstance(value, str) else value
-    return value
 
 
 # -- flags and differences --------------------------------------------------------------------------------------------

@@ -7,13 +7,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field
 
 from armillary.data.console import LARGEST
 from armillary.models import Checkpointing, Mixer
-from armillary.train.config.limits import Count, CountOrNone, Momentum, NotNegative, Positive
+
+Item = TypeVar("Item")
+
+# Limits of fields, which `check_limits` checks.
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+CountOrNone = Count | None
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+Several = Annotated[tuple[Item, ...], Field(strict=False)]
+"""A tuple, for which Python code may also give a list."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +48,7 @@ class ModelConfig:
     """RMSNorm of queries and keys before RoPE (Qwen3)."""
     tied_embeddings: bool = False
     """The LM head shares the embedding table's weights."""
-    mixers: tuple[Mixer, ...] = ("attention",)
+    mixers: Several[Mixer] = ("attention",)
     """Mixer of each block, repeated to layers: attention, delta_rule (Gated DeltaNet) or mamba2."""
     state_heads: CountOrNone = None
     """Value heads of mixers with a state; by default heads."""
@@ -104,9 +114,9 @@ class ParallelConfig:
 class DataConfig:
     """Sequences of tokens: where they come from, how documents are packed into them, how they are sharded."""
 
-    path: tuple[Path, ...] = ()
+    path: Several[Path] = ()
     """Token stores (armillary-data prepare, Megatron, datasets), or text; by default Python's own sources."""
-    weights: tuple[float, ...] = ()
+    weights: Several[float] = ()
     """Share of sequences from each path; by default the number of sequences in an epoch of its store."""
     sequence_length: Count = 1024
     """Tokens of a sequence (N), over all context-parallel ranks."""
@@ -210,13 +220,13 @@ class LogConfig:
     """Write TensorBoard events to outputs/tb."""
     wandb: str | None = None
     """Weights & Biases project to log to."""
-    profile: tuple[int, ...] = ()
+    profile: Several[int] = ()
     """Steps whose torch.profiler traces are written to outputs/profile."""
     trace: Path | None = None
     """File for a Chrome trace of all ranks: compute and communication side by side."""
-    trace_steps: tuple[int, ...] = ()
+    trace_steps: Several[int] = ()
     """Steps that --log.trace shows; by default the second after a start."""
-    memory_snapshot: tuple[int, ...] = ()
+    memory_snapshot: Several[int] = ()
     """Steps after which the CUDA allocator's history is written to outputs/profile."""
     plot: bool = True
     """Draw outputs/loss.png at the end, if matplotlib is installed."""

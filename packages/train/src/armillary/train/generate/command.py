@@ -12,8 +12,8 @@ import tyro
 
 from armillary.data.console import parse, refuse_removed
 from armillary.models import Sampling
-from armillary.train.config.limits import Count, CountOrNone, check_limits
-from armillary.train.config.sections import TrainConfig
+from armillary.train.config.overlay import check_limits
+from armillary.train.config.sections import Count, CountOrNone, Several, TrainConfig
 
 PROGRAM = "armillary-generate"
 REMOVED = {
@@ -43,7 +43,7 @@ class Generate:
 
     source: Annotated[Path, tyro.conf.Positional]
     """Output folder of a run, one of its checkpoints (step-N), or a Hugging Face folder."""
-    prompt: tuple[str, ...] = ()
+    prompt: Several[str] = ()
     """Texts to continue; with --ids token ids, such as "5 17 9"."""
     prompt_file: Path | None = None
     """File with one more prompt; - is standard input."""
