@@ -25,8 +25,8 @@ from armillary.plan.tune import read_options as read_tune_options
 from armillary.train import cli as train
 from armillary.train.checkpoint import export
 from armillary.train.checkpoint.export import Export
-from armillary.train.command import read_command, read_run
-from armillary.train.config import check_limits
+from armillary.train.command import read_command
+from armillary.train.config import check_limits, read_run
 from armillary.train.generate import cli as generate
 from armillary.train.generate.command import read_generate
 from conformance import command as conformance

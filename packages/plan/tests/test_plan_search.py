@@ -39,7 +39,8 @@ from armillary.plan.search.report import as_dict, draw, figures, policy_rows, st
 from armillary.plan.search.search import SearchOptions, passes_of, search
 from armillary.plan.tune import TuneOptions
 from armillary.plan.tune import read_options as read_tune_options
-from armillary.train.command import read_command, read_run
+from armillary.train.command import read_command
+from armillary.train.config import read_run
 
 # -- against measurements of papers -----------------------------------------------------------------------------------
 

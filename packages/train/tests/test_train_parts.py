@@ -33,13 +33,6 @@ def test_whole_numbers_are_read_as_people_write_them():
     assert (config.log.profile, config.train.seed) == ((1000, 2000), 0)
 
 
-def test_help_exits_with_success(capsys):
-    with pytest.raises(SystemExit) as stop:
-        parsed(["--help"])
-    assert stop.value.code == 0
-    assert "--data.sequence-length" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("axes", "world", "expected"),
     [

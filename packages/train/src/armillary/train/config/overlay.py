@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
 from difflib import get_close_matches
-from functools import lru_cache, reduce
-from operator import getitem
+from functools import lru_cache
 from pathlib import Path
+from types import GenericAlias
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -48,8 +48,8 @@ def check_limits(options: Any) -> None:
 @lru_cache(maxsize=16)
 def adapter_of(kind: type[Any]) -> TypeAdapter[list[Any]]:
     """Returns pydantic's validator of a list of such dataclasses. It refuses a true for 1 and a text for a number."""
-    # In a list, because pydantic takes no options for a dataclass itself.
-    return TypeAdapter(list[kind], config=ConfigDict(strict=True, revalidate_instances="always"))
+    items: Any = GenericAlias(list, (kind,))  # pydantic takes no options for a dataclass itself
+    return TypeAdapter(items, config=ConfigDict(strict=True, revalidate_instances="always"))
 
 
 def first_fault(error: ValidationError) -> tuple[str, Any, str]:
@@ -120,17 +120,21 @@ def overlay_settings(
 def config_of(values: Mapping[str, Mapping[str, Any]]) -> Config:
     """Returns the configuration with these values of sections. Raises pydantic's error for those of the wrong kind."""
     # Through JSON: pydantic's strict mode then accepts a list for a tuple and a text for a path.
-    values, adapter = json.loads(json.dumps(values, default=str)), adapter_of(Config)
+    tree: Any = json.loads(json.dumps([values], default=str))
+    adapter = adapter_of(Config)
     try:
-        return adapter.validate_json(json.dumps([values]))[0]
+        return adapter.validate_json(json.dumps(tree))[0]
     except ValidationError as error:
         # Texts are tried as numbers only where they are refused as texts.
         for detail in error.errors():
-            text, (_, *places, key) = detail["input"], detail["loc"]
+            text, (*places, key) = detail["input"], detail["loc"]
             if isinstance(text, str) and detail["type"] in ("int_type", "float_type"):
+                place = tree
+                for index in places:
+                    place = place[index]
                 with suppress(ValueError):
-                    reduce(getitem, places, values)[key] = None if text in ("none", "None") else whole_number(text)
-        return adapter.validate_json(json.dumps([values]))[0]
+                    place[key] = None if text in ("none", "None") else whole_number(text)
+        return adapter.validate_json(json.dumps(tree))[0]
 
 
 def keys_of(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
