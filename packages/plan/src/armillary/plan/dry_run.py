@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -176,23 +176,17 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
 
 
 def show(prediction: Prediction) -> None:
-    """Prints the output of the trainer's dry run, then memory and time."""
-    print_dry_run(prediction.run, f", on {prediction.cluster.name}")
+    """Prints the output of the trainer's dry run, then whether the run fits into memory, and how long a step takes."""
+    run, time = prediction.run, prediction.time
+    print_dry_run(run, f", on {prediction.cluster.name}")
     print_table(COLUMNS, memory_rows(prediction.memory, prediction.room))
-    print()
-    print(*verdict(prediction), sep="\n")
-
-
-def verdict(prediction: Prediction) -> Iterator[str]:
-    """Yields the lines that say whether the run fits into memory, and how long a step takes."""
     fits = "fits" if prediction.fits else "does not fit"
-    yield f"memory: {fits}, by simulation: {fullness(prediction.room, prediction.memory)}"
+    print(f"\nmemory: {fits}, by simulation: {fullness(prediction.room, prediction.memory)}")
     if prediction.advice is not None:
-        yield prediction.advice
+        print(prediction.advice)
     if prediction.bound:
-        yield "an upper bound: with --checkpointing.policy none, CUDA's kernels save less than the simulated ones"
-    time, run = prediction.time, prediction.run
+        print("an upper bound: with --checkpointing.policy none, CUDA's kernels save less than the simulated ones")
     work = f"{run.tokens_per_step:,} tokens, {run.flops:.3g} FLOPs"
-    yield f"a step: {work}, {duration(time.seconds)} by its communication plan, an MFU of {prediction.mfu:.1%}"
+    print(f"a step: {work}, {duration(time.seconds)} by its communication plan, an MFU of {prediction.mfu:.1%}")
     if time.seconds > prediction.limit:
-        yield f"longer than --train.timeout-minutes ({duration(prediction.limit)}), after which the run would end"
+        print(f"longer than --train.timeout-minutes ({duration(prediction.limit)}), after which the run would end")

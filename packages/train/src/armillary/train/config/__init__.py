@@ -1,25 +1,11 @@
-"""Settings of a run: its sections, their flags, and where they are read and checked."""
+"""Settings of a run: limits and flags of fields, and how they are read and checked. The sections: `armillary.train`."""
 
 from typing import TYPE_CHECKING
 
 from armillary.core.parts import imported_at_first_use
 from armillary.train.config.check import GPT_FIELDS, SIZES, check_config, model_config
 from armillary.train.config.overlay import by_flag, check_limits, flag, flat, overlay_settings
-from armillary.train.config.sections import (
-    Config,
-    Count,
-    CountOrNone,
-    CudaConfig,
-    DataConfig,
-    LogConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    SaveConfig,
-    Several,
-    TrainConfig,
-    ValidationConfig,
-)
+from armillary.train.config.sections import Count, CountOrNone, Several
 
 if TYPE_CHECKING:
     from armillary.train.command import ConfiguredRun, read_run, recipe_config
@@ -27,20 +13,10 @@ if TYPE_CHECKING:
 __all__ = [
     "GPT_FIELDS",
     "SIZES",
-    "Config",
     "ConfiguredRun",
     "Count",
     "CountOrNone",
-    "CudaConfig",
-    "DataConfig",
-    "LogConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "ParallelConfig",
-    "SaveConfig",
     "Several",
-    "TrainConfig",
-    "ValidationConfig",
     "by_flag",
     "check_config",
     "check_limits",
