@@ -18,6 +18,7 @@ from armillary.data.console.exit import (
     write_to_stderr,
 )
 from armillary.data.console.pictures import check_picture, picture, print_written
+from armillary.data.console.table import Column, print_table
 from armillary.data.console.units import (
     BYTES_SUCH_AS,
     LARGEST,
@@ -30,7 +31,6 @@ from armillary.data.console.units import (
 )
 
 if TYPE_CHECKING:
-    from armillary.data.console.table import Column, print_table
     from armillary.data.parsing import parse, parse_known, refuse_removed
     from armillary.data.progress import Bar
 
@@ -67,10 +67,6 @@ __all__ = [
 ]
 
 _SLOW_MODULES = {
-    "armillary.data.console.table": (
-        "Column",
-        "print_table",
-    ),
     "armillary.data.parsing": (
         "parse",
         "parse_known",
@@ -78,6 +74,6 @@ _SLOW_MODULES = {
     ),
     "armillary.data.progress": ("Bar",),
 }
-"""Modules that need rich, tyro or pydantic, which only commands do."""
+"""Modules that need rich or tyro, which only commands do."""
 
 __getattr__ = imported_at_first_use(__name__, _SLOW_MODULES)
