@@ -557,7 +557,7 @@ RANKS: list[tuple[Callable[[], str], str]] = [
     (lambda: train("--parallel.ulysses 2 --model.heads 1 --model.kv-heads 1"), "1 query heads .*2 ranks .*'ulysses'"),
     (
         lambda: train("--parallel.attention telepathy"),
-        "--parallel.attention: .*'telepathy'; .*local, ring, token_ring,",
+        "--parallel.attention: .*'telepathy'.*local, ring, token_ring,",
     ),
     (lambda: train("--parallel.attention ring --parallel.ulysses 2"), "ring .*'ulysses' with 2 ranks"),
     (lambda: train("--parallel.kernel cudnn"), "--parallel.kernel cudnn: .*cpu_flash, dense"),
