@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import armillary.train
-from armillary.core.parts import local_of
+from armillary.core.parts import dtensor
 from armillary.core.testing import relative_error
 from armillary.train import Config, DataConfig, ModelConfig, Run, TrainConfig, prepare, process_group
 from armillary.train.step import backward, train_step
@@ -54,7 +54,7 @@ def running(device: str, policy: str, precision: str, folder: Path) -> Iterator[
 
 def gradients(run: Run) -> torch.Tensor:
     """Returns all local gradients as one vector on the host."""
-    return torch.cat([local_of(p.grad).cpu().flatten() for p in run.model.parameters()])
+    return torch.cat([dtensor.local_of(p.grad).cpu().flatten() for p in run.model.parameters()])
 
 
 def policies() -> list:
@@ -68,14 +68,14 @@ def policies() -> list:
 def test_a_step_of_the_trainer_equals_the_cpu_in_float32(device, policy, tmp_path):
     with running("cpu", "none", "float32", tmp_path / "exact") as exact:
         batch = next(exact.training)
-        weights = [local_of(p).detach().clone() for p in exact.model.parameters()]
+        weights = [dtensor.local_of(p).detach().clone() for p in exact.model.parameters()]
         labelled = torch.tensor(batch.labelled)
         expected = float(backward(exact, batch, labelled)), gradients(exact)
     for precision, limit in LIMITS.items():
         with running(device.type, policy, precision, tmp_path / precision) as run:
             with torch.no_grad():
                 for parameter, weight in zip(run.model.parameters(), weights, strict=True):
-                    local_of(parameter).copy_(weight)
+                    dtensor.local_of(parameter).copy_(weight)
             loss = float(backward(run, batch, labelled.to(run.device)))
             assert abs(loss / expected[0] - 1) < limit / 10
             assert relative_error(gradients(run), expected[1]) < limit

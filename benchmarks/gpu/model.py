@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from armillary.attention import AttentionMask, Local, Method
 from armillary.core import SequenceLayout, clip_gradients
-from armillary.core.parts import local_of
+from armillary.core.parts import dtensor
 from armillary.models import Checkpointing, Llama, LlamaConfig, initialize, linear_token_loss, parallelize
 from gpu.check import Setting
 
@@ -84,10 +84,10 @@ class Training:
         """Copies the weights of another model, from any device."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
-                local_of(parameter).copy_(weights[name])
+                dtensor.local_of(parameter).copy_(weights[name])
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: local_of(p).detach().clone() for name, p in self.model.named_parameters()}
+        return {name: dtensor.local_of(p).detach().clone() for name, p in self.model.named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
         """All gradients of the last `backward`, on the host. Every rank must call it, since FSDP2 shards them."""

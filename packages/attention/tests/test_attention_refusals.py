@@ -704,11 +704,11 @@ def dtensors() -> Table:
     ten = dtensor(four["ring", "tp"], [Shard(1), Shard(2)], 2, 10, 8, 16)
     one_head, local = of(*placed, heads=1), x.to_local()
     return [
-        (on_ranks(usp, x, local, x), "DTensor, local, DTensor"),
+        (on_ranks(usp, x, local, x), "q DTensor, k local, v DTensor"),
         (on_ranks(usp, x, x, rows), "placed alike"),
         (on_ranks(usp, rows), "q is Replicate() on axis 'ulysses'", "[2, 16, 8, 16]", "Shard(dim=1)"),
         (on_ranks(usp, of(Replicate(), Shard(1), Shard(2))), "q is Replicate() on axis 'ring'"),
-        (on_ranks(ring, x), "q is Shard(dim=1) on axis 'ulysses'", "['ring']"),
+        (on_ranks(ring, x), "q is Shard(dim=1) on axis 'ulysses'", "over axis 'ring'"),
         (on_ranks(usp, of(Shard(1), Shard(1), Shard(3))), "q is Shard(dim=3) on axis 'tp'"),
         (on_ranks(usp, of(*placed, heads=3)), "q is DTensor [2, 16, 3, 16]"),
         (on_ranks(usp, x, one_head, one_head), "k is DTensor [2, 16, 1, 16]"),
@@ -717,7 +717,7 @@ def dtensors() -> Table:
         (on_ranks(usp, x, sinks=sinks(*everywhere, sizes=(8,))), "sinks", "with q DTensor"),
         (on_ranks(usp, x, sinks=sinks(Replicate(), Replicate(), Shard(0))), "[Replicate(), Replicate(), Shard(dim=1)]"),
         (on_ranks(usp, x, sinks=sinks(Replicate(), Replicate(), Shard(1), sizes=(2, 6))), "sinks (2, 3)"),
-        (on_ranks(usp, local, sinks=sinks(*everywhere, sizes=(8,))), "local, local, local", "sinks are a DTensor"),
+        (on_ranks(usp, local, sinks=sinks(*everywhere, sizes=(8,))), "q local, k local, v local", "sinks DTensor"),
         (on_ranks(other, x), "other ranks"),
     ]
 
@@ -753,7 +753,12 @@ def projected_dtensors() -> Table:
     weight = "parameter 0 of projections is "
     return [
         (hidden(everywhere), "x is Replicate() on axis 'ring' of DTensor [2, 16, 12]", "Shard(dim=1)"),
-        (hidden([Shard(1), Shard(2)]), "x is Shard(dim=2) on axis 'tp'", "['ring']", "Shard(dim=0), Replicate()"),
+        (
+            hidden([Shard(1), Shard(2)]),
+            "x is Shard(dim=2) on axis 'tp'",
+            "over axis 'ring'",
+            "Shard(dim=0) or Replicate()",
+        ),
         (hidden(length=10, kind="zigzag"), "(3, 3, 2, 2) over axis 'ring'", "10 as (3, 3, 3, 1)"),
         (hidden(weight=(Shard(0), Replicate())), f"{weight}Shard(dim=0) on axis 'ring' of DTensor [8, 12]"),
         (hidden(weight=on_ring), f"{weight}Shard(dim=0) on axis 'ring'", "Replicate()"),
@@ -761,7 +766,7 @@ def projected_dtensors() -> Table:
         (hidden(weight=dtensor(over, on_heads, 7, 12)), f"{weight}DTensor [7, 12]", "2"),
         (hidden(weight=dtensor(ulysses, [Replicate()], 8, 12)), f"{weight}DTensor [8, 12]", "ulysses", "x is DTensor"),
         (hidden(weight=on_heads, sinks=sinks), "sinks", "[Replicate(), Shard(dim=0)]"),
-        (hidden(x.to_local(), sinks=sinks), "x is local and sinks are a DTensor"),
+        (hidden(x.to_local(), sinks=sinks), "x local, sinks DTensor"),
         (lambda: ring.check_projected(x, Linear(pending), mask=CAUSAL), "x is a DTensor"),
     ]
 

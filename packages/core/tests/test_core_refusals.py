@@ -267,7 +267,7 @@ def dtensors() -> Table:
         (lambda: head_to_seq(x, ulysses), "x is Shard(dim=1) on axis 'ulysses'", "[2, 8, 8, 3]", "be Shard(dim=2)"),
         (lambda: all_gather(of(Shard(1), Shard(0), Shard(2)), ulysses), "x is Shard(dim=0) on axis 'ulysses'"),
         (lambda: seq_to_head(pending, ulysses), "x is Partial(sum) on axis 'tp'"),
-        (lambda: seq_to_head(x, ring), "dim 1 of x", "axis 'ulysses' inside axis 'ring'"),
+        (lambda: seq_to_head(x, ring), "x is Shard(dim=1) on axis 'ulysses'", "over axis 'ring'", "Shard(dim=2) or"),
         (lambda: seq_to_head(x, built["shard"]), "axis 'shard'"),
         (lambda: seq_to_head(x, others), "axis 'ulysses'", "other ranks"),
         (lambda: seq_to_head(x, ulysses, heads=[range(1), range(1, 4)]), "heads (1, 3)", "4 as (2, 2)"),
@@ -277,7 +277,7 @@ def dtensors() -> Table:
         (lambda: all_gather(uneven(Shard(1)), ulysses, sizes=(2, 3)), "sizes (2, 3)", "5 as (3, 2)"),
         (lambda: reduce_scatter(uneven(Partial()), ulysses, sizes=(2, 3)), "sizes (2, 3)", "5 as (3, 2)"),
         (lambda: merge_scatter(out, lse, ulysses), "LogSumExpPartial(packed=False)"),
-        (lambda: merge_scatter(out, lse.to_local(), ulysses), "out and lse", "DTensor"),
+        (lambda: merge_scatter(out, lse.to_local(), ulysses), "out DTensor, lse local"),
     ]
 
 

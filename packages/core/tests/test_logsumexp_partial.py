@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from armillary.core import CommLedger, LogSumExpPartial
 from armillary.core.logsumexp_partial import merge_parts, pack_partial, unpack_partial
-from armillary.core.parts import chunk_sizes, compat
+from armillary.core.parts import compat, dtensor
 from armillary.core.testing import Dispatched, mesh, relative_error
 from armillary.core.testing.dtensors import draw_placements, local_part
 
@@ -192,7 +192,7 @@ def bytes_of(x: DTensor, y: DTensor) -> int:
     """Bytes that a rank sends on an axis of 4."""
     if y.placements != (R,):
         return x.to_local().nbytes - y.to_local().nbytes
-    rows = chunk_sizes(x.numel() // x.shape[-1], 4)
+    rows = dtensor.chunk_sizes(x.numel() // x.shape[-1], 4)
     sent_rows = sum(rows) - rows[x.device_mesh.get_local_rank()] + 3 * max(rows)
     return sent_rows * x.shape[-1] * x.element_size()
 

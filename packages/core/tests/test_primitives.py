@@ -24,7 +24,7 @@ from armillary.core import (
     start_reduce_scatter,
     start_scatter_parts,
 )
-from armillary.core.parts import chunk_sizes
+from armillary.core.parts import dtensor
 from armillary.core.testing import mesh, relative_error
 
 EXACT = 1e-12
@@ -358,7 +358,7 @@ def test_chunks_match_torch():
     for length in range(20):
         for ranks in range(1, 6):
             chunks = [len(chunk) for chunk in torch.arange(length).chunk(ranks)] if length else []
-            assert chunk_sizes(length, ranks) == tuple(chunks + [0] * (ranks - len(chunks)))
+            assert dtensor.chunk_sizes(length, ranks) == tuple(chunks + [0] * (ranks - len(chunks)))
 
 
 def turns_dtensors(length: int, heads: int) -> list[float]:
@@ -437,7 +437,7 @@ def gathers_dtensors(length: int) -> list[float]:
     assert ledger.bytes(kind="reduce_scatter", phase="backward") == ledger.bytes() > 0
     assert list(grad.placements) == list(summed.placements) == PLACED
     rank = axis.get_local_rank()
-    sizes = chunk_sizes(partial_grad.shape[1], 2)
+    sizes = dtensor.chunk_sizes(partial_grad.shape[1], 2)
 
     parts = DTensor.from_local(partial_grad, three, partial, shape=x.shape, stride=x.stride()).requires_grad_()
     scattered = reduce_scatter(parts, axis)

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from armillary.core import CommLedger, SequenceLayout, distribute_sequence, gather_sequence, sequence_from_local
 from armillary.core.layout import shard_order
-from armillary.core.parts import compat, nested_sizes
+from armillary.core.parts import compat, dtensor
 from armillary.core.testing import mesh
 from armillary.core.testing.dtensors import place
 
@@ -42,7 +42,7 @@ def test_sizes_over_several_axes_are_split_axis_by_axis():
             parts = [torch.arange(length)]
             for count in ranks:
                 parts = [torch.arange(0).new_tensor(cut) for part in parts for cut in chunks(part.tolist(), count)]
-            assert nested_sizes(length, ranks) == tuple(map(len, parts))
+            assert dtensor.chunk_sizes(length, *ranks) == tuple(map(len, parts))
 
 
 def chunks(values: list[int], count: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from armillary.core.parts import chunk_sizes, compat
+from armillary.core.parts import compat, dtensor
 from armillary.core.testing import mesh
 from armillary.models.parallel import local_part
 from armillary.models.parameter_shards import box_of
@@ -23,8 +23,8 @@ ROWS = (1, 3, 5, 8, 9, 17, 22, 33, 257)
 def sharded_rows(size: int, fsdp: int, tp: int) -> dict[tuple[int, int], range]:
     """Row ranges by mesh coordinate: FSDP2 shards the tensor-parallel shards."""
     row_ranges: dict[tuple[int, int], range] = {}
-    for turn, outer in enumerate(torch.arange(size).split(chunk_sizes(size, tp))):
-        for rank, inner in enumerate(outer.split(chunk_sizes(len(outer), fsdp))):
+    for turn, outer in enumerate(torch.arange(size).split(dtensor.chunk_sizes(size, tp))):
+        for rank, inner in enumerate(outer.split(dtensor.chunk_sizes(len(outer), fsdp))):
             row_ranges[rank, turn] = range(int(inner[0]), int(inner[-1]) + 1) if len(inner) else range(0)
     return row_ranges
 

@@ -36,8 +36,8 @@ from armillary.core.segments import Segments
 from armillary.core.token_ranges import TokenRanges
 
 if TYPE_CHECKING:
+    from armillary.core.dtensor import distribute_sequence, gather_sequence, sequence_from_local
     from armillary.core.logsumexp_partial import LogSumExpPartial
-    from armillary.core.sequence import distribute_sequence, gather_sequence, sequence_from_local
 
 __all__ = [
     "Axis",
@@ -87,12 +87,12 @@ __all__ = [
 ]
 
 _DTENSOR_MODULES = {
-    "armillary.core.logsumexp_partial": ("LogSumExpPartial",),
-    "armillary.core.sequence": (
+    "armillary.core.dtensor": (
         "distribute_sequence",
         "gather_sequence",
         "sequence_from_local",
     ),
+    "armillary.core.logsumexp_partial": ("LogSumExpPartial",),
 }
 """Modules that need torch's DTensor, which takes seconds to import."""
 

@@ -27,10 +27,19 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from armillary.core import compat
 from armillary.core.accumulate import accumulation_dtype
 from armillary.core.collectives.all_gather import start_all_gather
+from armillary.core.collectives.autograd import merge
 from armillary.core.collectives.merge import merge_
 from armillary.core.collectives.reduce_scatter import start_scatter_parts
+from armillary.core.dtensor import (
+    check_alike,
+    check_kinds,
+    check_tokens,
+    chunk_sizes,
+    describe,
+    local_of,
+    result_like,
+)
 from armillary.core.mesh import Axis
-from armillary.core.placements import chunk_sizes, describe
 from armillary.core.validation import check_tensor
 
 PACKED, SEPARATE = "logsumexp of packed (out, lse)", "logsumexp of (out, lse) apart"
@@ -105,6 +114,21 @@ class LogSumExpPartial(Partial):
 
     def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         raise ValueError(f"cannot distribute to {self!r}; pass each rank's own part to DTensor.from_local")
+
+
+def merge_scatter(out: Tensor, lse: Tensor, axis: Axis, sizes: Sequence[int] | None) -> tuple[DTensor, DTensor]:
+    """Redistributes out and lse from `LogSumExpPartial(packed=False)` on the axis to `Shard(1)`.
+
+    Raises:
+        ValueError: one of the two is a local tensor, or placements or sizes do not fit.
+    """
+    placed = check_kinds({"out": out, "lse": lse})
+    check_alike(placed)
+    placed_out, placed_lse = placed.values()
+    (axis_dim,), chunks = check_tokens("out", placed_out, [axis], placement=LogSumExpPartial(packed=False), sizes=sizes)
+    local_out, local_lse = merge(local_of(placed_out), local_of(placed_lse), axis, chunks)
+    shard = {axis_dim: Shard(1)}
+    return result_like(placed_out, local_out, out.shape, shard), result_like(placed_lse, local_lse, lse.shape, shard)
 
 
 def pack_partial(out: Tensor, lse: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 # ruff: noqa: F401
 """Parts of core that the packages above are built from."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from armillary.core import compat
@@ -61,34 +62,10 @@ from armillary.core.validation import (
 )
 
 if TYPE_CHECKING:
-    from armillary.core.placements import (
-        Placed,
-        check_chunks,
-        check_placement,
-        chunk_sizes,
-        describe,
-        dtensor_like,
-        local_of,
-        mesh_dim,
-    )
-    from armillary.core.sequence import SEQUENCE_AXES, nested_sizes
+    from armillary.core import dtensor
 
-_SLOW_NAMES = {
-    "armillary.core.placements": (
-        "Placed",
-        "check_chunks",
-        "check_placement",
-        "chunk_sizes",
-        "describe",
-        "dtensor_like",
-        "local_of",
-        "mesh_dim",
-    ),
-    "armillary.core.sequence": (
-        "SEQUENCE_AXES",
-        "nested_sizes",
-    ),
-}
-"""Modules that need torch's DTensor, which takes seconds to import, and their names here."""
 
-__getattr__ = imported_at_first_use(__name__, _SLOW_NAMES)
+def __getattr__(name: str) -> object:
+    if name == "dtensor":  # its import of torch's DTensor takes seconds
+        return import_module("armillary.core.dtensor")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

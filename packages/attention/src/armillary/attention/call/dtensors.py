@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
+from operator import index
+from typing import Any, Self
 
+import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.overrides import TorchFunctionMode
 
 from armillary.attention.call.attend import attend, attend_projected
-from armillary.attention.call.dtensor_checks import check_dtensors, head_placements
+from armillary.attention.call.graph_key import read_layout
 from armillary.attention.call.interface import AttentionMethod
-from armillary.attention.call.local_parameters import with_local_parameters
 from armillary.attention.call.projections import Projections
+from armillary.attention.call.registered import object_of
 from armillary.attention.call.spec import AttentionOptions
-from armillary.core.parts import dtensor_like, local_of
+from armillary.attention.call.validation import over_all_ranks
+from armillary.core import Axis, SequenceLayout
+from armillary.core.parts import compat, dtensor
+
+Metadata = tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]]
+"""Mesh, placements and shape of a DTensor: the fields of `Placed`."""
 
 
 def attend_dtensors(
@@ -45,13 +56,15 @@ def attend_dtensors(
         ValueError: DTensors and local tensors are mixed, or placements, shards or heads do not fit. Raised before any
             communication.
     """
-    q, k, v = _all_dtensors(q, k, v, sinks)
-    check_dtensors(method, {"q": q, "k": k, "v": v} | _dtensors_of({"sinks": sinks}), options)
+    qkv = dtensor.check_kinds({"q": q, "k": k, "v": v}, {"sinks": sinks})
+    _check_call(method, qkv | _dtensors_of({"sinks": sinks}), options)
+    placed_q = qkv["q"]
     if isinstance(sinks, DTensor):
-        sinks = local_of(sinks, _sinks_gradient(sinks, q.placements))
-    local_out, lse = attend(method, local_of(q), local_of(k), local_of(v), sinks, options)
-    out = dtensor_like(q, local_out, (*q.shape[:3], v.shape[3]))
-    return (out, dtensor_like(q, lse, q.shape[:3])) if options.return_lse else out
+        sinks = dtensor.local_of(sinks, dtensor.sharding_axes(placed_q))
+    local_q, local_k, local_v = [dtensor.local_of(x) for x in qkv.values()]
+    local_out, lse = attend(method, local_q, local_k, local_v, sinks, options)
+    out = dtensor.result_like(placed_q, local_out, (*q.shape[:3], v.shape[3]))
+    return (out, dtensor.result_like(placed_q, lse, q.shape[:3])) if options.return_lse else out
 
 
 def project_dtensors(
@@ -79,48 +92,218 @@ def project_dtensors(
         ValueError: placements, meshes or shards do not fit, or x is local and sinks are a DTensor. Raised before any
             communication.
     """
-    if not isinstance(x, DTensor):
-        raise ValueError("x is local and sinks are a DTensor; pass both as DTensors or both as local tensors")
+    hidden = dtensor.check_kinds({"x": x}, {"sinks": sinks})["x"]
     parameters = _dtensors_of({f"parameter {i}": parameter for i, parameter in enumerate(projections.parameters())})
-    check_dtensors(method, {"x": x} | _dtensors_of({"sinks": sinks}) | parameters, options)
-    placements = head_placements(x, parameters.values())
+    _check_call(method, {"x": hidden} | _dtensors_of({"sinks": sinks}) | parameters, options)
+    heads = _projected_heads(hidden, parameters.values())
+    # Ranks with different heads of the same tokens each compute a share of the gradient of x.
+    axes = dtensor.sharding_axes(heads)
     if isinstance(sinks, DTensor):
-        sinks = local_of(sinks, _sinks_gradient(sinks, placements))
+        sinks = dtensor.local_of(sinks, axes)
     if parameters:
-        projections = with_local_parameters(projections, _sharding_axes(x, placements))
-    # Ranks with different heads of the same tokens each compute a share of the gradient of x: `Partial`.
-    gradient = [Partial() if placement == Shard(2) else placement for placement in placements]
-    out = attend_projected(method, local_of(x, gradient), projections, sinks, options)
-    head_ranks = [x.device_mesh.size(dim) for dim, placement in enumerate(placements) if placement == Shard(2)]
+        # `of_tokens` must exist exactly if the originals have it; isinstance of a Protocol cannot be traced.
+        by_token = hasattr(projections, "of_tokens")
+        projections = (LocalTokenProjections if by_token else LocalProjections)(projections, axes)
+    out = attend_projected(method, dtensor.local_of(hidden, axes), projections, sinks, options)
+    head_ranks = [
+        heads.device_mesh.size(dim) for dim, placement in enumerate(heads.placements) if placement == Shard(2)
+    ]
     shape = (*x.shape[:2], out.shape[2] * prod(head_ranks), out.shape[3])
-    return dtensor_like(x, out, shape, dict(enumerate(placements)))
+    return dtensor.result_like(hidden, out, shape, dict(enumerate(heads.placements)))
 
 
 def _dtensors_of(tensors: Mapping[str, Tensor | None]) -> dict[str, DTensor]:
     return {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
 
 
-def _sharding_axes(x: DTensor, placements: Sequence[Placement]) -> frozenset[str]:
-    """Returns the names of the axes of x's mesh whose placement shards a dim."""
-    names = x.device_mesh.mesh_dim_names or ()
-    return frozenset(name for name, placement in zip(names, placements, strict=True) if isinstance(placement, Shard))
+def _projected_heads(x: dtensor.Placed | DTensor, parameters: Iterable[dtensor.Placed | DTensor]) -> dtensor.Placed:
+    """Returns x [B, N, ...], with the placements of heads projected from it.
+
+    These are the placements of x, and `Shard(2)` on axes that shard the parameters.
+    """
+    head_axes = {name for parameter in parameters for name in dtensor.sharding_axes(parameter)}
+    placements = tuple(
+        Shard(2) if name in head_axes and placement == Replicate() else placement
+        for name, placement in zip(dtensor.axis_names(x.device_mesh), x.placements, strict=True)
+    )
+    return dtensor.Placed(x.device_mesh, placements, tuple(x.shape))
 
 
-def _all_dtensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[DTensor, DTensor, DTensor]:
-    if not (isinstance(q, DTensor) and isinstance(k, DTensor) and isinstance(v, DTensor)):
-        kinds = ", ".join("DTensor" if isinstance(x, DTensor) else "local" for x in (q, k, v))
-        sinks_kind = "; sinks are a DTensor" if isinstance(sinks, DTensor) else ""
-        raise ValueError(f"q, k, v are {kinds}{sinks_kind}; pass all three as DTensors or all as local tensors")
-    return q, k, v
+# -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _sinks_gradient(sinks: DTensor, placements: Sequence[Placement]) -> list[Placement]:
-    """Returns the placements of the gradient of sinks.
+def _check_call(method: AttentionMethod, tensors: Mapping[str, DTensor], options: AttentionOptions) -> None:
+    """Raises ValueError, with the accepted placement, for DTensors that do not fit the method and the layouts.
+
+    While a graph is traced, the checks run outside of it, and specialize the graph to these meshes, placements and
+    sizes.
 
     Args:
-        placements: placements of a tensor [B, N, H, ...]. On axes that shard batch or tokens the gradient is `Partial`;
-            on axes that shard heads it is sharded.
+        tensors: DTensors by name: "q", "k" and "v"; or "x" and the parameters of projections. Also "sinks", if these
+            are a DTensor.
     """
-    heads = Shard(sinks.ndim - 1)
-    gradients: dict[Placement, Placement] = {Shard(0): Partial(), Shard(1): Partial(), Shard(2): heads}
-    return [gradients.get(placement, Replicate()) for placement in placements]
+    # Numbers instead of symbols, which only matters in a graph.
+    metadata = {name: (x.device_mesh, x.placements, tuple(map(index, x.shape))) for name, x in tensors.items()}
+    if not torch.compiler.is_compiling():
+        _check_placed(method, metadata, options.layout, options.key_layout)
+        return
+    # dynamo cannot trace the checks. It calls `_error_in_trace` while it traces, and takes the result as a constant of
+    # the graph, so the arguments must be plain values.
+    layout, key_layout = (x.text if x is not None else "" for x in (options.layout, options.key_layout))
+    error = _error_in_trace(index(method.registered_id), layout, key_layout, metadata)
+    if error is not None:
+        raise ValueError(error)
+
+
+@compat.constant_when_traced
+def _error_in_trace(method_id: int, layout: str, key_layout: str, metadata: Mapping[str, Metadata]) -> str | None:
+    """Returns the message of the error that `_check_placed` raises, or None."""
+    try:
+        _check_placed(object_of(method_id), metadata, read_layout(layout), read_layout(key_layout))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _check_placed(
+    method: AttentionMethod,
+    metadata: Mapping[str, Metadata],
+    layout: SequenceLayout | None,
+    key_layout: SequenceLayout | None,
+) -> None:
+    """Does the checks of `_check_call`, which need only meshes, placements and shapes."""
+    tensors = {
+        name: dtensor.Placed(compat.traced_object(mesh), placements, shape)
+        for name, (mesh, placements, shape) in metadata.items()
+    }
+    axes = [axis for axis in method.axes if axis.size > 1]
+    # `check_call` raises if the method needs a layout and there is none.
+    sizes = None if layout is None else over_all_ranks(layout, method).sizes
+    key_sizes = sizes if key_layout is None else over_all_ranks(key_layout, method).sizes
+    if "x" in tensors:
+        name, x = "heads", tensors["x"]
+        dtensor.check_tokens("x", x, axes, others=(Shard(0), Replicate()), sizes=sizes)
+        parameters = {name: x for name, x in tensors.items() if name not in ("x", "sinks")}
+        for parameter_name, parameter in parameters.items():
+            _check_parameter(f"{parameter_name} of projections", parameter, x)
+        heads = _projected_heads(x, parameters.values())
+    else:
+        name, heads, qkv = "q", tensors["q"], {name: tensors[name] for name in "qkv"}
+        dtensor.check_alike(qkv)
+        if any(len(x.shape) != 4 for x in qkv.values()):
+            descriptions = ", ".join(f"{name} {dtensor.describe(x)}" for name, x in qkv.items())
+            raise ValueError(f"{descriptions}: each needs 4 dims, [batch, tokens, heads, head dim]")
+        check_heads("q", qkv["q"], axes, sizes)
+        check_heads("k", qkv["k"], axes, key_sizes)
+    if "sinks" in tensors:
+        sinks = tensors["sinks"]
+        dtensor.check_beside("sinks", sinks, name, heads, {2: len(sinks.shape) - 1})
+
+
+def check_heads(name: str, x: dtensor.Placed | DTensor, axes: Sequence[Axis], sizes: Sequence[int] | None) -> None:
+    """Raises ValueError unless x [B, N, H, ...] is sharded over these axes by tokens alone, and its heads evenly.
+
+    Args:
+        axes: axes that shard the tokens, outermost first. Others may shard batch or heads.
+        sizes: number of tokens on each rank of the axes; None if it is not to be checked.
+    """
+    dtensor.check_tokens(name, x, axes, others=(Shard(0), Shard(2), Replicate()), sizes=sizes)
+    # Then the query heads that share a key/value head are on the rank of that head.
+    head_ranks = prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(2))
+    if head_ranks > 1 and (len(x.shape) < 3 or x.shape[2] % head_ranks):
+        raise ValueError(
+            f"{name} is {dtensor.describe(x)}; its heads are sharded over {head_ranks} ranks, which must divide them"
+        )
+
+
+def _check_parameter(name: str, parameter: dtensor.Placed, x: dtensor.Placed) -> None:
+    """Raises ValueError unless the mesh of a parameter has only axes of the mesh of x.
+
+    The parameter must be replicated on axes that shard x, and may be sharded evenly on others.
+    """
+    mesh, names = parameter.device_mesh, dtensor.axis_names(parameter.device_mesh)
+    if not set(names) <= set(dtensor.axis_names(x.device_mesh)):
+        raise ValueError(
+            f"{name} is {dtensor.describe(parameter)} and x is {dtensor.describe(x)}; it must lie on axes of the mesh "
+            f"of x, Replicate() where x is sharded, or be a plain tensor"
+        )
+    for dim, placement in enumerate(parameter.placements):
+        x_placement, ranks = x.placements[dtensor.dim_of_axis("x", x, Axis.on(mesh, dim))], mesh.size(dim)
+        if isinstance(placement, Shard) and not isinstance(x_placement, Shard):
+            if parameter.shape[placement.dim] % ranks:
+                raise ValueError(
+                    f"{name} is {dtensor.describe(parameter)}; its heads must be sharded evenly over {ranks} ranks"
+                )
+        elif placement != Replicate() and ranks > 1:
+            raise ValueError(
+                f"{name} is {placement!r} on axis {names[dim]!r} of {dtensor.describe(parameter)}; it must be "
+                "Replicate() there"
+            )
+
+
+# -- projections ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LocalProjections:
+    """Projections of local tensors, which use the local part of each DTensor parameter."""
+
+    original: Any
+    sharding_axes: frozenset[str]
+
+    @property
+    def heads(self) -> int:
+        return self.original.heads
+
+    @property
+    def key_heads(self) -> int:
+        return self.original.key_heads
+
+    def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
+        with LocalPartsMode(self.sharding_axes):
+            return self.original.q(x, heads)
+
+    def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
+        with LocalPartsMode(self.sharding_axes):
+            return self.original.kv(x, heads)
+
+    def parameters(self) -> Iterable[Tensor]:
+        return self.original.parameters()
+
+    def cache_key(self) -> Hashable | None:
+        cache_key = self.original.cache_key() if hasattr(self.original, "cache_key") else None
+        return None if cache_key is None else ("local parts", cache_key)
+
+
+@dataclass(frozen=True)
+class LocalTokenProjections(LocalProjections):
+    """`LocalProjections` of `TokenProjections`."""
+
+    def of_tokens(self, tokens: slice) -> Self:
+        return replace(self, original=self.original.of_tokens(tokens))
+
+
+class LocalPartsMode(TorchFunctionMode):
+    """Passes the local part of each DTensor argument to torch's functions.
+
+    The gradient of the local part becomes the gradient of the DTensor, `Partial` on those of `sharding_axes` on which
+    the DTensor is replicated. This needs no communication. DTensor's own sharding rules are not used, because they do
+    not flatten uneven shards or index rows, and cannot be traced.
+    """
+
+    def __init__(self, sharding_axes: frozenset[str]) -> None:
+        super().__init__()
+        self.sharding_axes = sharding_axes
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return func(*self.local(args), **{name: self.local(value) for name, value in (kwargs or {}).items()})
+
+    def local(self, value: Any) -> Any:
+        """Returns an argument with each DTensor in it replaced by its local part."""
+        if isinstance(value, DTensor):
+            return dtensor.local_of(value, self.sharding_axes)
+        if type(value) in (list, tuple):
+            return type(value)(self.local(item) for item in value)
+        return value

@@ -20,7 +20,7 @@ from armillary.attention.context_parallel.sequence import check_method
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.core import Axis, SequenceLayout
-from armillary.core.parts import dtensor_like, local_of
+from armillary.core.parts import dtensor
 
 
 class ContextParallelStyle(ParallelStyle):
@@ -114,7 +114,7 @@ def to_local(x: DTensor, mesh: DeviceMesh, inputs: list[DTensor]) -> Any:
     if any(placement != Shard(1) and mesh.size(i) > 1 for i, placement in enumerate(x.placements)):
         raise ValueError(f"{x.placements} on axes {mesh.mesh_dim_names}: tokens must be Shard(1) on all of them")
     inputs.append(x)
-    return local_of(x)
+    return dtensor.local_of(x)
 
 
 def to_dtensors(outputs: Any, like: DTensor) -> Any:
@@ -124,6 +124,6 @@ def to_dtensors(outputs: Any, like: DTensor) -> Any:
     def to_dtensor(x: Any) -> Any:
         if isinstance(x, (nn.Parameter, DTensor)) or x.ndim < 2 or x.shape[1] != tokens:
             return x
-        return dtensor_like(like, x, (x.shape[0], like.shape[1], *x.shape[2:]))
+        return dtensor.result_like(like, x, (x.shape[0], like.shape[1], *x.shape[2:]))
 
     return pytree.tree_map_only(torch.Tensor, to_dtensor, outputs)

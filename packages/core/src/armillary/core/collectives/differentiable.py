@@ -76,7 +76,7 @@ def seq_to_head(
     """
     mesh_axis = Axis.of(axis)
     if compat.is_dtensor(x):
-        return _dtensor_functions().seq_to_head(x, mesh_axis, sizes, heads)
+        return _dtensor_functions().all_to_all(x, mesh_axis, (1, 2), sizes, heads)
     check_dims(x)
     sizes = _sizes(mesh_axis, sizes, x.shape[1] * mesh_axis.size)
     heads = cut(range(x.shape[2]), mesh_axis.size) if heads is None else heads
@@ -107,7 +107,7 @@ def head_to_seq(
     """
     mesh_axis = Axis.of(axis)
     if compat.is_dtensor(x):
-        return _dtensor_functions().head_to_seq(x, mesh_axis, sizes, heads)
+        return _dtensor_functions().all_to_all(x, mesh_axis, (2, 1), sizes, heads)
     check_dims(x)
     sizes = _sizes(mesh_axis, sizes, x.shape[1])
     heads = cut(range(x.shape[2] * mesh_axis.size), mesh_axis.size) if heads is None else heads
@@ -222,10 +222,10 @@ def merge_scatter(
         ValueError: shapes, dtypes, sizes or placements do not fit together. Raised before any communication.
     """
     mesh_axis = Axis.of(axis)
-    if compat.is_dtensor(out) and compat.is_dtensor(lse):
-        return _dtensor_functions().merge_scatter(out, lse, mesh_axis, sizes)
     if compat.is_dtensor(out) or compat.is_dtensor(lse):
-        raise ValueError("one of out and lse is a DTensor and the other is not; pass both as DTensors or both as local")
+        from armillary.core import logsumexp_partial
+
+        return logsumexp_partial.merge_scatter(out, lse, mesh_axis, sizes)
     for name, x in (("out", out), ("lse", lse)):
         check_tensor(name, x)
     tokens = out.shape[1] if out.ndim == 4 else 0  # `merge` refuses other numbers of dims
@@ -248,6 +248,6 @@ def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int
 
 def _dtensor_functions() -> ModuleType:
     """Returns the module of these functions for DTensors. Imported at the first use: DTensor's import takes seconds."""
-    from armillary.core.collectives import dtensors
+    from armillary.core import dtensor
 
-    return dtensors
+    return dtensor

@@ -220,9 +220,11 @@ def _on_local(
     """
     if not compat.is_dtensor(x):
         return function(x)
-    from armillary.core.collectives.dtensors import on_local_tokens
+    from armillary.core.dtensor import check_tokens, local_of, result_like
 
-    return on_local_tokens(x, function, axis, dim, [layout.sizes for layout in layouts])
+    for layout in layouts:
+        check_tokens("x", x, [axis], dim, sizes=layout.sizes)
+    return result_like(x, function(local_of(x)), x.shape)
 
 
 def _move(x: Tensor, dim: int, move: TokenMove) -> Tensor:

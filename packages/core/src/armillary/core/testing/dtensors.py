@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from armillary.core.placements import chunk_sizes
+from armillary.core.dtensor import chunk_sizes
 
 
 def draw_placements(

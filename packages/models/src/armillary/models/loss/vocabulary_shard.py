@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, Collective, start_all_gather, start_reduce_scatter, start_scatter_parts
-from armillary.core.parts import chunk_sizes
+from armillary.core.parts import dtensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class VocabularyShard:
                 f"{rank_axis.size} ranks"
             )
         all_rows = rows if vocabulary is None else vocabulary
-        sizes = chunk_sizes(all_rows, rank_axis.size)
+        sizes = dtensor.chunk_sizes(all_rows, rank_axis.size)
         if rows != sizes[rank_axis.rank]:
             raise ValueError(
                 f"rank {rank_axis.rank} of {rank_axis.size} on axis {rank_axis.name!r} has {sizes[rank_axis.rank]} of "

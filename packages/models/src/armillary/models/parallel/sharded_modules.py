@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 
 from armillary.core import Axis
-from armillary.core.parts import chunk_sizes, compat
+from armillary.core.parts import compat, dtensor
 from armillary.models.layers.interleaved import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
 from armillary.models.layers.state_mixers import GatedDeltaNet, Mamba2
 from armillary.models.llama import Head
@@ -178,7 +178,7 @@ class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         table = self.weight
-        first = sum(chunk_sizes(self.num_embeddings, self.axis.size)[: self.axis.rank])
+        first = sum(dtensor.chunk_sizes(self.num_embeddings, self.axis.size)[: self.axis.rank])
         rows = checked_indices(input, self.num_embeddings) - first
         on_this_rank = (rows >= 0) & (rows < len(table))
         # A rank without rows looks up a row of zeros instead, so that its backward runs the same collectives.

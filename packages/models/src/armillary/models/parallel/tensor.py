@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from armillary.core import Axis
+from armillary.core.parts import dtensor
 from armillary.models.block import HeadFunction
 from armillary.models.config import LlamaConfig
 from armillary.models.gpt import GPT
@@ -228,9 +228,7 @@ def full_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: in
     """
     hidden = all_gather_interleaved(hidden, axis)[:, tokens]
     logits = F.linear(hidden, weight)
-    shape = torch.Size((*logits.shape[:2], vocabulary))
-    stride = (shape[1] * vocabulary, vocabulary, 1)
-    # R may not divide V. So the global shape is passed: `from_local` would compute it from equal shards.
-    shards = DTensor.from_local(logits, axis, [Shard(2)], run_check=False, shape=shape, stride=stride)
+    # R may not divide V, so the global shape is passed.
+    shards = dtensor.from_local(logits, axis, [Shard(2)], (*logits.shape[:2], vocabulary))
     # A copy, because FSDP2 does not accept a view as a module's output.
     return shards.redistribute(placements=[Replicate()]).to_local().clone()
