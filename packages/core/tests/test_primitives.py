@@ -354,13 +354,6 @@ def test_second_derivatives_are_right_or_refused(worlds):
 # -- DTensors ---------------------------------------------------------------------------------------------------------
 
 
-def test_chunks_match_torch():
-    for length in range(20):
-        for ranks in range(1, 6):
-            chunks = [len(chunk) for chunk in torch.arange(length).chunk(ranks)] if length else []
-            assert dtensor.chunk_sizes(length, ranks) == tuple(chunks + [0] * (ranks - len(chunks)))
-
-
 def turns_dtensors(length: int, heads: int) -> list[float]:
     """On one axis, all-to-all equals DTensor's redistribution, and so do its gradients."""
     built = mesh(ulysses=4)["ulysses"]

@@ -38,7 +38,7 @@ def random(seed: int, *shape: int) -> Tensor:
 
 def test_sizes_over_several_axes_are_split_axis_by_axis():
     for length in range(40):
-        for ranks in ((4,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (1, 4), ()):
+        for ranks in ((1,), (3,), (4,), (5,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (1, 4), ()):
             parts = [torch.arange(length)]
             for count in ranks:
                 parts = [torch.arange(0).new_tensor(cut) for part in parts for cut in chunks(part.tolist(), count)]

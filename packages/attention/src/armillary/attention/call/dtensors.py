@@ -57,7 +57,7 @@ def attend_dtensors(
             communication.
     """
     qkv = dtensor.check_kinds({"q": q, "k": k, "v": v}, {"sinks": sinks})
-    _check_call(method, qkv | _dtensors_of({"sinks": sinks}), options)
+    _check_placements(method, qkv | _dtensors_of({"sinks": sinks}), options)
     placed_q = qkv["q"]
     if isinstance(sinks, DTensor):
         sinks = dtensor.local_of(sinks, dtensor.sharding_axes(placed_q))
@@ -94,7 +94,7 @@ def project_dtensors(
     """
     hidden = dtensor.check_kinds({"x": x}, {"sinks": sinks})["x"]
     parameters = _dtensors_of({f"parameter {i}": parameter for i, parameter in enumerate(projections.parameters())})
-    _check_call(method, {"x": hidden} | _dtensors_of({"sinks": sinks}) | parameters, options)
+    _check_placements(method, {"x": hidden} | _dtensors_of({"sinks": sinks}) | parameters, options)
     heads = _projected_heads(hidden, parameters.values())
     # Ranks with different heads of the same tokens each compute a share of the gradient of x.
     axes = dtensor.sharding_axes(heads)
@@ -132,7 +132,7 @@ def _projected_heads(x: dtensor.Placed | DTensor, parameters: Iterable[dtensor.P
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_call(method: AttentionMethod, tensors: Mapping[str, DTensor], options: AttentionOptions) -> None:
+def _check_placements(method: AttentionMethod, tensors: Mapping[str, DTensor], options: AttentionOptions) -> None:
     """Raises ValueError, with the accepted placement, for DTensors that do not fit the method and the layouts.
 
     While a graph is traced, the checks run outside of it, and specialize the graph to these meshes, placements and
@@ -171,7 +171,7 @@ def _check_placed(
     layout: SequenceLayout | None,
     key_layout: SequenceLayout | None,
 ) -> None:
-    """Does the checks of `_check_call`, which need only meshes, placements and shapes."""
+    """Does the checks of `_check_placements`, which need only meshes, placements and shapes."""
     tensors = {
         name: dtensor.Placed(compat.traced_object(mesh), placements, shape)
         for name, (mesh, placements, shape) in metadata.items()
@@ -188,13 +188,10 @@ def _check_placed(
             _check_parameter(f"{parameter_name} of projections", parameter, x)
         heads = _projected_heads(x, parameters.values())
     else:
-        name, heads, qkv = "q", tensors["q"], {name: tensors[name] for name in "qkv"}
-        dtensor.check_alike(qkv)
-        if any(len(x.shape) != 4 for x in qkv.values()):
-            descriptions = ", ".join(f"{name} {dtensor.describe(x)}" for name, x in qkv.items())
-            raise ValueError(f"{descriptions}: each needs 4 dims, [batch, tokens, heads, head dim]")
-        check_heads("q", qkv["q"], axes, sizes)
-        check_heads("k", qkv["k"], axes, key_sizes)
+        name, heads = "q", tensors["q"]
+        dtensor.check_alike({name: tensors[name] for name in "qkv"})
+        check_heads("q", heads, axes, sizes)
+        check_heads("k", tensors["k"], axes, key_sizes)
     if "sinks" in tensors:
         sinks = tensors["sinks"]
         dtensor.check_beside("sinks", sinks, name, heads, {2: len(sinks.shape) - 1})
