@@ -18,7 +18,7 @@ from armillary.attention.planning.ring import RingPlan
 from armillary.attention.planning.wallfacer import WallFacerPlan
 from armillary.attention.plans import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, Placement, names
 from armillary.core.mesh import ALL_AXES
-from armillary.core.parts import SEQUENCE_AXES, compat
+from armillary.core.parts import compat, dtensor
 from armillary.core.testing import mesh
 
 Axes = Mapping[str, int]
@@ -150,7 +150,7 @@ class Composition:
     @property
     def shards(self) -> int:
         """Number of ranks on the sequence axes."""
-        return prod(size for axis, size in self.axes if axis in SEQUENCE_AXES)
+        return prod(size for axis, size in self.axes if axis in dtensor.SEQUENCE_AXES)
 
     def mesh(self, device: str = "cpu") -> DeviceMesh:
         """Returns the mesh of all ranks of the world, or of its last ranks. Created once per process."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from armillary.attention.mask.layouts import layout_of
-from armillary.core.parts import SEQUENCE_AXES, chunk_sizes, nested_sizes
+from armillary.core.parts import dtensor
 from conformance.case import EVERYTHING, GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, SINKS, Case
 from conformance.compositions import METHODS, Composition, compositions
 from conformance.draw_masks import drawn_mask
@@ -115,7 +115,7 @@ def _tokens(random: Random, composition: Composition, options: Mapping[str, Any]
     tokens = draw_length(kind, key_kind) if cross_attention else draw_length(kind)
     keys = draw_length(key_kind) if cross_attention and random.random() < 0.7 else tokens
     parts = dict(composition.axes).get("shard", 1) if "b" in options["beside"] else 1
-    all_have_rows = min(chunk_sizes(batch, parts)) > 0  # a mask cannot have masks for 0 rows
+    all_have_rows = min(dtensor.chunk_sizes(batch, parts)) > 0  # a mask cannot have masks for 0 rows
     return {
         "batch": batch,
         "length": tokens,
@@ -143,13 +143,13 @@ def _fitting(random: Random, length: int, kinds: Sequence[str], composition: Com
 def _has_chunk_sizes(kind: str, length: int, composition: Composition) -> bool:
     """Returns True if the shards of a layout have the sizes of DTensor's chunks."""
     sizes = dict(composition.axes)
-    *sequence, ulysses = (sizes.get(axis, 1) for axis in SEQUENCE_AXES)
-    chunk_sizes_of_ranks = nested_sizes(length, [*sequence, ulysses])
+    *sequence, ulysses = (sizes.get(axis, 1) for axis in dtensor.SEQUENCE_AXES)
+    chunk_sizes_of_ranks = dtensor.chunk_sizes(length, *sequence, ulysses)
     if min(chunk_sizes_of_ranks) == 0:
         return False
     # The layout over the sequence axes, whose shards `refine` cuts for the ranks of the head axis.
     if kind in ("uneven", "spans"):
-        layout = drawn_layout(Random(0), nested_sizes(length, sequence), "uneven")
+        layout = drawn_layout(Random(0), dtensor.chunk_sizes(length, *sequence), "uneven")
     else:
         layout = layout_of("contiguous" if kind == "balanced" else kind, length, prod(sequence))
     return layout.refine(ulysses).sizes == chunk_sizes_of_ranks

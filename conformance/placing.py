@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.attention import AttentionMask
-from armillary.core.parts import chunk_sizes, describe
+from armillary.core.parts import dtensor
 from conformance.case import Case
 from conformance.tensors import HEAD_DIMS, SHARED, CasePart, global_shape
 
@@ -44,7 +44,7 @@ class Placing:
         mask, (parts, _) = self.case.mask, self.sizes()
         if parts == 1 or not mask.per_row:
             return mask
-        sizes = chunk_sizes(self.case.batch, parts)
+        sizes = dtensor.chunk_sizes(self.case.batch, parts)
         first = sum(sizes[: part.rows])
         return AttentionMask.rows([mask.row(row) for row in range(first, first + sizes[part.rows])])
 
@@ -74,7 +74,7 @@ class Placing:
         placed = all(a == b or n == 1 for a, b, n in zip(x.placements, expected, sizes, strict=True))
         if not placed or x.shape != global_shape(self.case, name):
             self.complaints.append(
-                f"{result_name} is {describe(x)}; it must be {global_shape(self.case, name)} {expected}"
+                f"{result_name} is {dtensor.describe(x)}; it must be {global_shape(self.case, name)} {expected}"
             )
         return x.to_local()
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.core import SequenceLayout
-from armillary.core.parts import chunk_sizes, nested_sizes
+from armillary.core.parts import dtensor
 from conformance.case import CAUSAL, Case
 from conformance.memory import Memory
 
@@ -60,7 +60,7 @@ class CaseSharding(NamedTuple):
         """Returns one part of a global tensor."""
         layout, dim = self._layout(name), HEAD_DIMS.get(name.removeprefix("d"))
         if layout is not None:
-            sizes = chunk_sizes(len(tensor), self.rows)
+            sizes = dtensor.chunk_sizes(len(tensor), self.rows)
             tensor = layout.take(tensor, part.shard).split(sizes)[part.rows]
         return tensor if dim is None else tensor.chunk(self.heads, dim)[part.heads]
 
@@ -98,7 +98,7 @@ def _layout(attend: Any, case: Case, length: int, kind: str) -> SequenceLayout:
             within = attend.shards // attend.sequence_shards
             random = Random(f"{case.seed} {length}")
             if case.dtensor:
-                sizes = nested_sizes(length, [axis.size for axis in attend.sequence_method.axes])
+                sizes = dtensor.chunk_sizes(length, *[axis.size for axis in attend.sequence_method.axes])
             else:
                 sizes = drawn_sizes(random, length, attend.sequence_shards, within)
             return drawn_layout(random, sizes, kind).refine(within)
