@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout, attention_balance
-from armillary.core.balancing.partition import distribute
-from armillary.core.balancing.work_density import TokenRuns, Work
+from armillary.core.balancing.chunks import TokenRuns, distribute
+from armillary.core.balancing.cost import RingShares
 from armillary.core.parts import Slices, mask_slices, slice_array
 
 
@@ -50,17 +50,21 @@ def cases(draw: st.DrawFn) -> tuple[int, dict]:
 @given(cases(), st.data())
 def test_pairs_are_counted_exactly(case, data):
     length, mask = case
-    work = Work.of(mask_slices(length, **mask))
-    cuts = data.draw(st.lists(st.integers(0, length), min_size=2, max_size=6).map(sorted))
+    ring = RingShares(length, 1, mask_slices(length, **mask))
+    cuts = data.draw(st.lists(st.integers(0, length), min_size=2, max_size=6, unique=True).map(sorted))
     part = TokenRuns(np.array(cuts[:-1:2]), np.array(cuts[1::2]))
-    ends = data.draw(st.lists(st.integers(0, part.size), min_size=2, max_size=5).map(sorted))
-    positions = [position for span in part.spans(0, part.size) for position in span]
+    positions = [p for a, b in zip(part.starts.tolist(), part.stops.tolist(), strict=True) for p in range(a, b)]
     assert len(positions) == part.size
+    inner = data.draw(st.lists(st.integers(0, part.size), max_size=3).map(sorted))
+    ends = [0, *inner, part.size]
     for side, of_keys in enumerate((False, True)):
         counts = [brute(length, **mask, of_keys=of_keys)[position] for position in positions]
         expected = [sum(counts[a:b]) for a, b in pairwise(ends)]
-        assert part.pairs(np.array(ends), work)[side].tolist() == expected
-    assert [p for a, b in pairwise(ends) for span in part.spans(a, b) for p in span] == positions[ends[0] : ends[-1]]
+        assert part.pairs(np.array(ends), ring)[side].tolist() == expected
+    pieces = zip(*(x.tolist() for x in part.pieces(np.array(ends))), strict=True)
+    numbered = [(position, chunk) for start, stop, chunk in pieces for position in range(start, stop)]
+    assert [position for position, _ in numbered] == positions
+    assert [chunk for _, chunk in numbered] == [i for i, (a, b) in enumerate(pairwise(ends)) for _ in range(a, b)]
 
 
 @given(cases(), st.integers(1, 5), st.sampled_from(["balanced", "zigzag", "striped", "contiguous"]), st.booleans())

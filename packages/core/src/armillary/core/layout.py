@@ -18,16 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from armillary.core.balancing.balance import balanced_spans
-from armillary.core.balancing.spread import SEND_COST
-from armillary.core.balancing.traffic import PositionRuns, token_hops
+from armillary.core.balancing.cost import PositionRuns, token_hops
+from armillary.core.balancing.search import SEND_COST, balanced_spans
 from armillary.core.slices import Integers, KeyCounts, Sliced, Slices, mask_slices, mirror
 from armillary.core.spans import MAX_POSITION, Spans, cut, cut_spans, join_spans, missing_position, span_text
 from armillary.core.validation import check_bool, check_choice, check_dim, integer, number
 
 Side = Literal["queries", "keys", "both"]
 SIDES: dict[str, tuple[int, ...]] = {"queries": (0,), "keys": (1,), "both": (0, 1)}
-"""For each `balanced_by`, the counts of pairs that are balanced (`Work.before`): 0 by query, 1 by key."""
+"""For each `balanced_by`, the counts of pairs that are balanced (`RingShares.pairs_before`): 0 by query, 1 by key."""
 
 
 class SequenceLayout:

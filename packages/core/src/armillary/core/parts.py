@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from armillary.core import compat
-from armillary.core.balancing.spread import uncut_spans
+from armillary.core.balancing.search import uncut_spans
 from armillary.core.collectives.all_to_all import PackedHeads, start_head_to_parts, start_packed_to_head
 from armillary.core.collectives.compiled import axis_of, own_memory, traced_axis
 from armillary.core.collectives.merge import pivot

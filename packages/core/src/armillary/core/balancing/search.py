@@ -1,4 +1,4 @@
-"""Balanced layouts that send few bytes: each document is on as few neighbouring ranks of a ring as possible.
+"""Balanced layouts: the same work on every rank of a ring, each document on few neighbouring ranks.
 
 In this module a document is a run of positions that sees nothing outside of it: a packed document, a tree, a chunk of
 a chunked mask, or the whole sequence. A rank's share is the mean over all ranks: of tokens, and of (query, key) pairs.
@@ -13,26 +13,22 @@ A rank's load is its tokens and its pairs, both in shares; its room is 1 minus i
 5. If loads are still uneven, steps 1 to 4 are repeated with more ranks for each document, so shorter ones are cut too.
 
 Three simple layouts are candidates too: zigzag, contiguous, and no document cut. If one of these is even enough, the
-result sends at most as many bytes. If no layout is even, the limit widens step by step, and the layout of
-`balance.evenest_spans`, which ignores bytes, is a candidate too.
+result sends at most as many bytes. If no layout is even, the tolerance widens step by step, and the most even layout
+(`chunks.even_layout`), which ignores bytes, is a candidate too.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.core.balancing.traffic import PositionRuns, token_hops, uncut_ends
-from armillary.core.balancing.work_density import Work, equal_ends
-from armillary.core.slices import Integers, Slices, mirror
-
-Floats = NDArray[np.float64]
+from armillary.core.balancing.chunks import even_layout
+from armillary.core.balancing.cost import Candidate, Floats, PositionRuns, RingShares, equal_ends
+from armillary.core.slices import Integers, Slices
 
 EVEN = 1.10
 """A layout is even if no rank has more than this load, in tokens and in pairs."""
@@ -61,12 +57,9 @@ EVEN_LOAD = 1.02
 """Load of the most loaded rank at which step 3 ends."""
 WEIGHTS = (1.0, 0.5, 0.0)
 """The work that sets the size of a rank's piece is w * pairs + (1 - w) * tokens. A document is cut with the best w."""
-GRID = 512
-"""Number of positions per document at which pairs are counted exactly. Between these, counts are interpolated."""
 
 
-@dataclass(frozen=True)
-class DocumentPieces:
+class DocumentPieces(NamedTuple):
     """The pieces of a cut document.
 
     Args:
@@ -80,140 +73,79 @@ class DocumentPieces:
     sizes: Floats
 
 
-@dataclass(frozen=True)
-class SpreadCandidate:
-    """A layout with its cost.
-
-    Args:
-        unevenness: load of the most loaded rank, in tokens or in pairs, whichever is larger.
-        pairs: number of pairs of the rank that has most.
-    """
-
-    layout: PositionRuns
-    unevenness: float
-    pairs: int
-    ring: RingShares
-
-    @cached_property
-    def hops(self) -> int:
-        """Token-hops of keys if pairs count by query, of queries if by key; their sum if pairs count by both."""
-        by_side = self.ring.rows, [mirror(row) for row in self.ring.rows]
-        return sum(token_hops(self.layout, self.ring.shards, by_side[side]) for side in self.ring.sides)
-
-
-@dataclass(frozen=True)
-class RingShares:
-    """A sequence to distribute over the ranks of a ring, measured in shares.
-
-    Args:
-        rows: slices of the mask for each batch row.
-        work: the pairs of `rows`.
-        sides: the ranks to which pairs count: 0 for the rank of the query, 1 for the rank of the key, (0, 1) for each.
-        profiles: cache of `profile`.
-    """
-
-    length: int
-    shards: int
-    rows: Sequence[Slices]
-    work: Work
-    sides: tuple[int, ...] = (0,)
-    profiles: dict[int, tuple[Integers, Floats]] = field(default_factory=dict[int, tuple[Integers, Floats]])
-
-    @cached_property
-    def ends(self) -> Integers:
-        """Boundaries of documents: [documents + 1]."""
-        return uncut_ends(self.length, self.rows)
-
-    @cached_property
-    def shares(self) -> Floats:
-        """Mean number of tokens and of pairs per rank: [2]."""
-        return np.array([self.length, max(1, self.work.total)]) / self.shards
-
-    def before(self, positions: Integers) -> Floats:
-        """Returns the tokens before each position [n], and the pairs by each side, in shares: [1 + sides, n]."""
-        return np.vstack((positions / self.shares[0], self.work.before(positions)[list(self.sides)] / self.shares[1]))
-
-    @cached_property
-    def measures(self) -> Floats:
-        """Tokens and pairs before each of `ends`, in shares: [1 + sides, documents + 1]."""
-        return self.before(self.ends)
-
-    def profile(self, document: int) -> tuple[Integers, Floats]:
-        """Returns a grid of positions in a document, and the document's tokens and pairs before each of these."""
-        if document not in self.profiles:
-            start, stop = self.ends[document : document + 2].tolist()
-            grid = start + equal_ends(stop - start, min(stop - start, GRID))
-            measures = self.before(grid)
-            self.profiles[document] = grid, measures - measures[:, :1]
-        return self.profiles[document]
-
-    def candidate(self, layout: PositionRuns) -> SpreadCandidate:
-        """Returns a layout with its cost; infinitely uneven if a shard is empty, which layouts do not allow."""
-        pairs = np.zeros((len(self.sides), self.shards), np.int64)
-        for side, before in zip(pairs, self.work.before(layout.ends)[list(self.sides)], strict=True):
-            np.add.at(side, layout.owners, np.diff(before))
-        tokens = np.bincount(layout.owners, np.diff(layout.ends), self.shards)
-        worst = max(tokens.max() / self.shares[0], pairs.max() / self.shares[1]) if tokens.all() else np.inf
-        return SpreadCandidate(layout, float(worst), int(pairs.max()), self)
-
-
-def spread_spans(
-    length: int,
-    shards: int,
-    rows: Sequence[Slices],
-    work: Work,
-    send_cost: float,
-    even_spans: Callable[[], list[list[range]]],
-    sides: tuple[int, ...] = (0,),
+def balanced_spans(
+    length: int, shards: int, rows: Sequence[Slices], send_cost: float, sides: tuple[int, ...] = (0,)
 ) -> list[list[range]]:
-    """Returns each shard's spans in an even layout: one without cuts, else the cheapest.
+    """Returns each shard's spans, in rising order: without cuts if that is even, else the cheapest even layout.
 
-    If no layout is even, the limit widens by `STEP` until a layout is within it that sends few enough bytes
+    If no layout is even, the tolerance widens by `STEP` until a layout is within it that sends few enough bytes
     (`WORTHWHILE`); if there is none, the most even layout is returned. The result never sends more than a simple layout
     that is as even.
 
     Args:
-        send_cost: as in `SequenceLayout.balanced`.
-        even_spans: returns the spans of the most even layout, which ignores bytes. Called if no other layout is even.
-        sides: as in `RingShares`.
+        send_cost: as in `SequenceLayout.balanced`; 0 returns the most even layout, by both counts of pairs.
+        sides: the counts of pairs that are balanced, as in `RingShares`.
+
+    Raises:
+        ValueError: `length`^2 times the number of rows is 2^63 or more, so that counts of pairs could overflow.
     """
-    ring = RingShares(length, shards, rows, work, sides)
+    if length**2 * len(rows) >= 2**63:
+        raise ValueError(f"{length} tokens in {len(rows)} rows: pairs are counted up to 2^63; give fewer")
+    ring = RingShares(length, shards, rows, sides)
+    if not send_cost or shards == 1:
+        return even_layout(ring).spans(shards)
     uncut_assigner = DocumentAssigner(ring, 1.0, leave_room=False)
     if (uncut_assigner.ranks == 1).all():
         candidate = ring.candidate(uncut_assigner.assign(use_zigzag=False))
         if candidate.unevenness <= EVEN:
             return candidate.layout.spans(shards)  # no document is cut: nothing is sent
-    references = [_contiguous(ring), _zigzag(ring), _uncut_documents(ring)]
+    ranks = np.arange(shards)
+    contiguous = PositionRuns.of(equal_ends(length, shards), ranks)
+    zigzag = PositionRuns.of(equal_ends(length, 2 * shards), np.concatenate((ranks, ranks[::-1])))
+    simple = [ring.candidate(layout) for layout in (contiguous, zigzag, uncut_documents(ring))]
     searches = [
         _stretched(ring, leave_room, use_zigzag) for leave_room in (False, True) for use_zigzag in (False, True)
     ]
-    spread, limit = [search[-1] for search in searches if search], EVEN
-    if not any(candidate.unevenness <= EVEN for candidate in (*references, *spread)):
-        most_even = ring.candidate(PositionRuns.of_spans(even_spans()))
+    spread, tolerance = [search[-1] for search in searches if search], EVEN
+    if all(candidate.unevenness > EVEN for candidate in (*simple, *spread)):
+        most_even = ring.candidate(even_layout(ring))
         # If this one is even, the others must send a good deal less than it does.
         ceiling = WORTHWHILE * most_even.hops if most_even.unevenness <= EVEN else np.inf
-        references = [candidate for candidate in references if candidate.hops <= ceiling]
-        spread = [candidate for candidate in chain.from_iterable(searches) if candidate.hops <= ceiling]
+        simple = [candidate for candidate in simple if candidate.hops <= ceiling]
+        spread = [candidate for search in searches for candidate in search if candidate.hops <= ceiling]
+        least = min((candidate.unevenness for candidate in (*simple, *spread)), default=np.inf)
         highest = max(EVEN + STEP, most_even.unevenness)
-        limits = [*np.arange(EVEN + STEP, highest, STEP).tolist(), highest]
-        least = min((candidate.unevenness for candidate in (*references, *spread)), default=np.inf)
-        limit = next((limit for limit in limits if least <= limit), highest)
-        references.append(most_even)
-    candidates = [candidate for candidate in (*references, *spread) if candidate.unevenness <= limit]
-    # The result must not send more than a simple layout within the limit.
-    most_hops = min((reference.hops for reference in references if reference.unevenness <= limit), default=None)
+        while tolerance < min(least, highest):
+            tolerance = min(tolerance + STEP, highest)
+        simple.append(most_even)
+    candidates = [candidate for candidate in (*simple, *spread) if candidate.unevenness <= tolerance]
+    # The result must not send more than a simple layout within the tolerance.
+    most_hops = min((candidate.hops for candidate in simple if candidate.unevenness <= tolerance), default=None)
     candidates = [candidate for candidate in candidates if most_hops is None or candidate.hops <= most_hops]
     # Cost in pairs: those of the slowest rank, and the sends of an average rank.
     best = min(candidates, key=lambda candidate: candidate.pairs + send_cost * candidate.hops / shards)
     return best.layout.spans(shards)
 
 
-def _stretched(ring: RingShares, leave_room: bool, use_zigzag: bool) -> list[SpreadCandidate]:
+def uncut_spans(length: int, shards: int, rows: Sequence[Slices]) -> list[list[range]]:
+    """Returns the spans of each shard if no document is cut: the largest first, to the shard with the fewest pairs.
+
+    Some shards are empty if there are fewer documents than shards.
+    """
+    return uncut_documents(RingShares(length, shards, rows)).spans(shards)
+
+
+def uncut_documents(ring: RingShares) -> PositionRuns:
+    pairs = np.diff(ring.measures)[1:]
+    return PositionRuns.of(ring.ends, least_loaded(pairs, np.zeros((len(ring.sides), ring.shards))))
+
+
+def _stretched(ring: RingShares, leave_room: bool, use_zigzag: bool) -> list[Candidate]:
     """Returns candidates of rising stretch, up to the first even one, because a document on more ranks sends more.
 
     `leave_room` and `use_zigzag` are those of `DocumentAssigner`.
     """
-    candidates, ranks, last_stretch = list[SpreadCandidate](), np.zeros(0), STRETCHES[0]
+    candidates, ranks, last_stretch = list[Candidate](), np.zeros(0), STRETCHES[0]
     for stretch in STRETCHES:
         assigner = DocumentAssigner(ring, stretch, leave_room)
         if assigner.ranks[assigner.ranks > 1].sum() > PIECES * ring.shards:
@@ -258,7 +190,6 @@ class DocumentAssigner:
         self.ranks = np.clip(np.ceil(stretch * self.need - 0.05), 1, ring.shards).astype(np.int64)
         self.needs_whole_ring = (self.ranks > 1) & (self.ranks >= WHOLE_RING * ring.shards)
         self.loads = np.zeros((len(sizes), ring.shards)) + self.density  # of each rank: [1 + sides, ranks]
-        self.pieces = dict[int, DocumentPieces]()
 
     def _without_reserve(self, measures: Floats) -> Floats:
         """Subtracts from pairs the tokens times the density of short documents: room for these is reserved."""
@@ -273,28 +204,41 @@ class DocumentAssigner:
         # Step 2, the largest document first.
         cut_documents = np.flatnonzero(self.ranks > 1)
         order = cut_documents[np.argsort(-self.need[cut_documents], kind="stable")].tolist()
+        movable, pieces = list[int](), dict[int, DocumentPieces]()
         for document in order:
             in_zigzag = use_zigzag and self.needs_whole_ring[document]
-            self._set_pieces(document, self._cut_in_zigzag(document) if in_zigzag else self._cut_along_ring(document))
+            pieces[document] = self._cut_in_zigzag(document) if in_zigzag else self._cut_along_ring(document)
+            self._add(pieces[document], 1)
+            movable += [] if in_zigzag else [document]
         # Step 3.
-        movable = [document for document in order if not (use_zigzag and self.needs_whole_ring[document])]
         for _ in range(PASSES - 1):
-            # A list and not a generator: `any` of a generator would stop at the first document that moves.
-            moved = [self._reassign(document) for document in movable if (self.loads > EVEN_LOAD).any()]
-            if not any(moved):
+            has_moved = False
+            for document in movable:
+                if (self.loads <= EVEN_LOAD).all():
+                    break
+                previous = pieces[document]
+                self._add(previous, -1)
+                moved = self._cut_along_ring(document)
+                # The threshold exceeds rounding errors: these differ between machines, and layouts must not.
+                if self._penalty_of(previous) - self._penalty_of(moved) > 1e-6:
+                    pieces[document], has_moved = moved, True
+                self._add(pieces[document], 1)
+            if not has_moved:
                 break
         # Step 4.
         bundle_starts, bundle_owners = self._fill(self.ranks == 1)
-        starts = np.concatenate([*(pieces.ends[:-1] for pieces in self.pieces.values()), bundle_starts])
-        owners = np.concatenate([*(pieces.owners for pieces in self.pieces.values()), bundle_owners])
+        starts = np.concatenate([*(each.ends[:-1] for each in pieces.values()), bundle_starts])
+        owners = np.concatenate([*(each.owners for each in pieces.values()), bundle_owners])
         by_start = np.argsort(starts, kind="stable")
         return PositionRuns.of(np.append(starts[by_start], self.ring.length), owners[by_start])
 
-    def _cut_in_zigzag(self, document: int) -> DocumentPieces:
-        start, stop = self.ring.ends[document : document + 2].tolist()
-        ranks = np.arange(self.ring.shards)
-        ends, owners = start + equal_ends(stop - start, 2 * self.ring.shards), np.concatenate((ranks, ranks[::-1]))
-        return self._pieces(ends, owners)
+    def _add(self, pieces: DocumentPieces, sign: int) -> None:
+        for row, sizes in zip(self.loads, pieces.sizes, strict=True):
+            np.add.at(row, pieces.owners, sign * sizes)
+
+    def _penalty_of(self, pieces: DocumentPieces) -> float:
+        loads = self.loads[:, pieces.owners]
+        return float(_penalty(loads + pieces.sizes, loads))
 
     def _pieces(self, ends: Integers, owners: Integers) -> DocumentPieces:
         """Returns the pieces between `ends`, without empty ones."""
@@ -302,27 +246,10 @@ class DocumentAssigner:
         ends, owners = np.append(ends[:-1][nonempty], ends[-1]), owners[nonempty]
         return DocumentPieces(ends, owners, np.diff(self._without_reserve(self.ring.before(ends))))
 
-    def _set_pieces(self, document: int, pieces: DocumentPieces) -> None:
-        self.pieces[document] = pieces
-        self._add_loads(pieces, 1)
-
-    def _add_loads(self, pieces: DocumentPieces, sign: int) -> None:
-        for row, sizes in zip(self.loads, pieces.sizes, strict=True):
-            np.add.at(row, pieces.owners, sign * sizes)
-
-    def _reassign(self, document: int) -> bool:
-        """Removes a document and assigns it again; undoes that unless loads are more even. Returns True if it moved."""
-        previous = self.pieces[document]
-        self._add_loads(previous, -1)
-        pieces = self._cut_along_ring(document)
-        gain = self._penalty_of(previous) - self._penalty_of(pieces)
-        # The threshold exceeds rounding errors: these differ between machines, and layouts must not.
-        self._set_pieces(document, pieces if gain > 1e-6 else previous)
-        return gain > 1e-6
-
-    def _penalty_of(self, pieces: DocumentPieces) -> float:
-        loads = self.loads[:, pieces.owners]
-        return float(_penalty(loads + pieces.sizes, loads))
+    def _cut_in_zigzag(self, document: int) -> DocumentPieces:
+        start, stop = self.ring.ends[document : document + 2].tolist()
+        ranks = np.arange(self.ring.shards)
+        return self._pieces(start + equal_ends(stop - start, 2 * len(ranks)), np.concatenate((ranks, ranks[::-1])))
 
     def _cut_along_ring(self, document: int) -> DocumentPieces:
         """Cuts a document over consecutive ranks, starting at the rank that leaves the loads most even.
@@ -402,26 +329,3 @@ def least_loaded(sizes: Floats, loads: Floats) -> Integers:
         owners[item] = rank
         heapq.heapreplace(heap, (max(totals[rank]), rank))
     return owners
-
-
-def _contiguous(ring: RingShares) -> SpreadCandidate:
-    return ring.candidate(PositionRuns.of(equal_ends(ring.length, ring.shards), np.arange(ring.shards)))
-
-
-def _zigzag(ring: RingShares) -> SpreadCandidate:
-    ranks = np.arange(ring.shards)
-    ends = equal_ends(ring.length, 2 * ring.shards)
-    return ring.candidate(PositionRuns.of(ends, np.concatenate((ranks, ranks[::-1]))))
-
-
-def uncut_spans(length: int, shards: int, rows: Sequence[Slices]) -> list[list[range]]:
-    """Returns the spans of each shard if no document is cut: the largest first, to the shard with the fewest pairs.
-
-    Some shards are empty if there are fewer documents than shards.
-    """
-    return _uncut_documents(RingShares(length, shards, rows, Work.of(rows))).layout.spans(shards)
-
-
-def _uncut_documents(ring: RingShares) -> SpreadCandidate:
-    pairs = np.diff(ring.measures)[1:]
-    return ring.candidate(PositionRuns.of(ring.ends, least_loaded(pairs, np.zeros((len(ring.sides), ring.shards)))))

@@ -1,17 +1,27 @@
-"""Token-hops: how far the tokens of a layout travel around a ring. All arrays are numpy's.
+"""The cost of layouts: attention work of each shard, and token-hops around a ring. All arrays are numpy's.
 
-All shards of a ring travel in the same direction, and a key travels no further than to the last rank with a query that
-sees it. So the rank just before a key's owner is almost a full round away.
+The work of a token is counted in visible (query, key) pairs, and twice: the pairs of its query, and those of its key.
+Shards compute the former when keys rotate, the latter when queries rotate.
+
+Token-hops: all shards of a ring travel in the same direction, and a key travels no further than to the last rank with a
+query that sees it. So the rank just before a key's owner is almost a full round away.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
-from armillary.core.slices import Integers, Slices, trim
+from armillary.core.slices import Integers, KeyCounts, Slices, mirror, trim
+
+Floats = NDArray[np.float64]
+
+GRID = 512
+"""Number of positions per document at which pairs are counted exactly. Between these, counts are interpolated."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,98 @@ class PositionRuns:
         for start, stop, owner in zip(self.ends.tolist(), self.ends[1:].tolist(), self.owners.tolist(), strict=False):
             lists[owner].append(range(start, stop))
         return lists
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A layout with its cost.
+
+    Args:
+        unevenness: load of the most loaded rank, in tokens or in pairs, whichever is larger.
+        pairs: number of pairs of the rank that has most.
+    """
+
+    layout: PositionRuns
+    unevenness: float
+    pairs: int
+    ring: RingShares
+
+    @cached_property
+    def hops(self) -> int:
+        """Token-hops of keys if pairs count by query, of queries if by key; their sum if pairs count by both."""
+        by_side = self.ring.rows, [mirror(row) for row in self.ring.rows]
+        return sum(token_hops(self.layout, self.ring.shards, by_side[side]) for side in self.ring.sides)
+
+
+@dataclass(frozen=True)
+class RingShares:
+    """A sequence to distribute over the ranks of a ring, measured in shares: the means over all ranks.
+
+    Args:
+        rows: slices of the mask for each batch row. Their pairs are added.
+        sides: the ranks to which pairs count: 0 for the rank of the query, 1 for the rank of the key, (0, 1) for each.
+        profiles: cache of `profile`.
+    """
+
+    length: int
+    shards: int
+    rows: Sequence[Slices]
+    sides: tuple[int, ...] = (0,)
+    profiles: dict[int, tuple[Integers, Floats]] = field(default_factory=dict[int, tuple[Integers, Floats]])
+
+    @cached_property
+    def _key_counts(self) -> tuple[list[KeyCounts], list[KeyCounts]]:
+        """For each batch row the number of keys that a query sees; and the number of queries that see a key."""
+        return [KeyCounts.of(row) for row in self.rows], [KeyCounts.of(mirror(row)) for row in self.rows]
+
+    def pairs_before(self, positions: Integers) -> Integers:
+        """Returns the pairs of all queries, and of all keys, before each position [n]: [2, n]."""
+        pairs = [np.sum([row.before(positions) for row in side], axis=0) for side in self._key_counts]
+        return np.array(pairs, dtype=np.int64)
+
+    @cached_property
+    def shares(self) -> Floats:
+        """Mean number of tokens and of pairs per rank: [2]."""
+        total = int(self.pairs_before(np.array([self.length]))[0, 0])
+        return np.array([self.length, max(1, total)]) / self.shards
+
+    def before(self, positions: Integers) -> Floats:
+        """Returns the tokens before each position [n], and the pairs by each side, in shares: [1 + sides, n]."""
+        pairs = self.pairs_before(positions)[list(self.sides)]
+        return np.vstack((positions / self.shares[0], pairs / self.shares[1]))
+
+    @cached_property
+    def ends(self) -> Integers:
+        """Boundaries of documents: [documents + 1]."""
+        return uncut_ends(self.length, self.rows)
+
+    @cached_property
+    def measures(self) -> Floats:
+        """Tokens and pairs before each of `ends`, in shares: [1 + sides, documents + 1]."""
+        return self.before(self.ends)
+
+    def profile(self, document: int) -> tuple[Integers, Floats]:
+        """Returns a grid of positions in a document, and the document's tokens and pairs before each of these."""
+        if document not in self.profiles:
+            start, stop = self.ends[document : document + 2].tolist()
+            grid = start + equal_ends(stop - start, min(stop - start, GRID))
+            measures = self.before(grid)
+            self.profiles[document] = grid, measures - measures[:, :1]
+        return self.profiles[document]
+
+    def pairs_of_shards(self, layout: PositionRuns) -> Integers:
+        """Returns the pairs of each shard's queries, and of its keys: [2, shards]."""
+        pairs = np.zeros((2, self.shards), np.int64)
+        for side, before in zip(pairs, self.pairs_before(layout.ends), strict=True):
+            np.add.at(side, layout.owners, np.diff(before))
+        return pairs
+
+    def candidate(self, layout: PositionRuns) -> Candidate:
+        """Returns a layout with its cost; infinitely uneven if a shard is empty, which layouts do not allow."""
+        pairs = int(self.pairs_of_shards(layout)[list(self.sides)].max())
+        tokens = np.bincount(layout.owners, np.diff(layout.ends), self.shards)
+        worst = max(tokens.max() / self.shares[0], pairs / self.shares[1]) if tokens.all() else np.inf
+        return Candidate(layout, float(worst), pairs, self)
 
 
 def token_hops(layout: PositionRuns, shards: int, rows: Sequence[Slices]) -> int:
@@ -117,3 +219,10 @@ def uncut_ends(length: int, rows: Sequence[Slices]) -> Integers:
     starts, reach = starts[order], np.maximum.accumulate(np.append(0, stops[order]))
     free = starts >= reach[:-1]
     return np.unique(np.concatenate(([0, length], starts[free], reach[:-1][free], reach[-1:])))
+
+
+def equal_ends(size: int, chunks: int) -> Integers:
+    """Returns the boundaries of `chunks` chunks whose sizes differ by at most one, larger ones first."""
+    base, remainder = divmod(size, chunks)
+    numbers = np.arange(chunks + 1)
+    return base * numbers + np.minimum(numbers, remainder)
