@@ -6,13 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from armillary.attention import AttentionMask, Local, Slice
+from armillary.attention import AttentionMask, Slice
 from armillary.attention.mask import Chunked, ImageSpans
-from armillary.core import SequenceLayout
 from armillary.integrations.transformers.documents import check_multimodal
-from armillary.integrations.transformers.groups import mask_of
 from armillary.integrations.transformers.masks import rule_of
-from armillary.integrations.transformers.shard_mask import narrow
+from armillary.integrations.transformers.shard_mask import mask_of, narrow
 
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402
@@ -191,8 +189,7 @@ def video_positions() -> torch.Tensor:
 
 
 def test_positions_may_decrease_only_after_a_video():
-    layout = SequenceLayout.contiguous(13, 1)
-    check_multimodal(video_positions(), layout, Local())
+    check_multimodal(video_positions())
     for wrong in (video_positions().flip(2), video_positions() % 5, torch.arange(13).remainder(7).expand(3, 1, -1)):
         with pytest.raises(ValueError, match=r"position ids \[.*not beyond"):
-            check_multimodal(wrong, layout, Local())
+            check_multimodal(wrong)

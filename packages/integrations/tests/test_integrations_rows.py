@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from armillary.attention import ContextParallel, Local, sequence
-from armillary.attention.context_parallel.rows import documents_of_positions
+from armillary.attention.parts import documents_of_positions
 from armillary.core.testing import mesh, relative_error
 from armillary.integrations.transformers.inputs import shard_inputs
 from armillary.integrations.transformers.models import predicts_next_token
-from armillary.integrations.transformers.multimodal import repeats_positions
+from armillary.integrations.transformers.positions import repeats_positions
 
 transformers = pytest.importorskip("transformers")
 
@@ -68,8 +68,8 @@ def test_documents_of_position_ids_are_those_of_transformers():
     for row, expected in enumerate(indices):
         ends = documents_of_positions(rows[row : row + 1], None)
         assert torch.equal(torch.bucketize(torch.arange(20), torch.tensor(ends[1:]), right=True), expected)
-    assert documents_of_positions(rows, None)[2] == [0, 7, 14, 20]
-    assert documents_of_positions(rows[:2], torch.ones(2, 20)) == [0, 20]
+    assert documents_of_positions(rows, None)[2] == (0, 7, 14, 20)
+    assert documents_of_positions(rows[:2], torch.ones(2, 20)) == (0, 20)
 
 
 PADDED = torch.tensor([*ENDS, LENGTH, LENGTH], dtype=torch.int32)

@@ -12,6 +12,7 @@ from armillary.attention.call.token_chunks import at_tokens, chunks, simulating
 from armillary.attention.call.validation import autocast_enabled, check_call, over_all_ranks
 from armillary.attention.context_parallel.batch import ContextParallelBatch
 from armillary.attention.context_parallel.communication import (
+    TensorCache,
     find_axes,
     gather_integers,
     gather_tokens,
@@ -19,9 +20,8 @@ from armillary.attention.context_parallel.communication import (
     sequence_axis,
     sum_over_axes,
 )
-from armillary.attention.context_parallel.documents import POSITIONS_HINT, check_positions, check_shards, find_documents
 from armillary.attention.context_parallel.registries import Registries, ShardedImplementation, method_of_implementation
-from armillary.attention.context_parallel.rows import IGNORED
+from armillary.attention.context_parallel.rows import IGNORED, documents_of_positions
 from armillary.attention.context_parallel.sdpa import Routing, in_backward, unbound
 from armillary.attention.context_parallel.sequence import SequenceContext, check_method, check_tokens, current_sequence
 from armillary.attention.kernels.choice import check_kernel_name, choose_kernel, kernel_candidates

@@ -261,9 +261,10 @@ class SequenceLayout:
         kinds = dict.fromkeys(f"{x.ndim} dims in {x.dtype} on {x.device}" for x in parts)
         if len(kinds) > 1:
             raise ValueError(f"parts differ in dims, dtype or device: {'; '.join(kinds)}")
-        # In the concatenation of all shards, the token of position p is at index order[p].
-        order = shard_order(self).argsort()
-        return torch.cat(list(parts), dim).index_select(dim, order.to(parts[0].device))
+        # In the concatenation of all shards, the token of position p is at index inverse[p].
+        order = shard_order(self)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(self.length))
+        return torch.cat(list(parts), dim).index_select(dim, inverse.to(parts[0].device))
 
     # -- derived layouts --------------------------------------------------------------------------------------------
 

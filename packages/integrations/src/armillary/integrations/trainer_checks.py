@@ -9,7 +9,8 @@ from typing import Any
 
 from armillary.attention import Method
 from armillary.integrations.accelerate import check_parallelism
-from armillary.integrations.transformers.models import ROUTER_LOSS_ERROR, methods_of, parts_of
+from armillary.integrations.transformers.interface import methods_of, parts_of
+from armillary.integrations.transformers.models import ROUTER_LOSS_ERROR
 
 SHARDED_LOSSES = {
     "transformers.trainer.Trainer": "num_processes",

@@ -1,18 +1,42 @@
-"""Communication between the ranks that share a sequence: gathered integers, sums, and gathered shards."""
+"""Communication between the ranks that share a sequence: gathered integers, sums, and gathered shards.
+
+`TensorCache` keeps what ranks have exchanged about a tensor, such as position ids, for all layers and steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.attention.call.validation import over_all_ranks
 from armillary.attention.methods.base import Method
 from armillary.core import Axis, SequenceLayout, all_reduce, start_all_gather
 from armillary.core.parts import check_tensor, compat
+
+Value = TypeVar("Value")
+
+
+class TensorCache:
+    """Values computed from a tensor, kept until the tensor is changed in place or deleted."""
+
+    def __init__(self) -> None:
+        self.entries: Any = WeakTensorKeyDictionary()
+        """Tensor -> ((version, key), value)."""
+
+    def get(self, x: Tensor, key: object, compute: Callable[[], Value]) -> Value:
+        """Returns the value of `x` for the latest key; computes it if the tensor or the key has changed."""
+        if x.is_inference():  # without a version counter, a change in place cannot be noticed
+            return compute()
+        entry = self.entries.get(x)
+        if entry is None or entry[0] != (x._version, key):
+            entry = self.entries[x] = (x._version, key), compute()
+        return entry[1]
 
 
 def find_axes(method: Method) -> list[Axis] | None:
@@ -113,7 +137,7 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
             f"x {tuple(x.shape)}: shard {method.shard} of the layout is [B, {layout.sizes[method.shard]}, ...]"
         )
     if method.shards == 1:
-        return x.detach()
+        return layout.join([x.detach()])
     # Shards differ in length, and torch gathers tensors of one shape.
     padded = x.new_zeros((x.shape[0], max(layout.sizes), *x.shape[2:]))
     padded[:, : x.shape[1]] = x.detach()

@@ -7,15 +7,14 @@ recognized first, because such masks have the cheapest kernels and layouts.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from armillary.attention.context_parallel.communication import find_axes, gather_integers
+from armillary.attention.context_parallel.communication import TensorCache, find_axes, gather_integers
 from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
@@ -36,9 +35,7 @@ class MaskReader:
     """Converts each tensor once for all layers and steps that use it, and compares the result between ranks."""
 
     def __init__(self, method: Method) -> None:
-        self.method = method
-        self.cache: Any = WeakTensorKeyDictionary()
-        """attn_mask -> ((version, batch, sequence length), AttentionMask)."""
+        self.method, self.cache = method, TensorCache()
 
     def read(self, attn_mask: Tensor, batch: int, layout: SequenceLayout) -> AttentionMask:
         """Converts an `attn_mask`. Every rank must call this.
@@ -51,16 +48,12 @@ class MaskReader:
         Raises:
             ValueError: as `mask_of_tensor`, or ranks hold different masks. If the axes are known, every rank raises.
         """
-        # `_version` counts in-place changes, after which the tensor is converted again. Inference tensors have none, so
-        # these are converted every time.
-        version = None if attn_mask.is_inference() else attn_mask._version
-        key = (version, batch, layout.length)
-        cached = self.cache.get(attn_mask)
-        if cached is not None and version is not None and cached[0] == key:
-            return cached[1]
+        return self.cache.get(attn_mask, (batch, layout.length), lambda: self._convert(attn_mask, batch, layout.length))
+
+    def _convert(self, attn_mask: Tensor, batch: int, length: int) -> AttentionMask:
         mask, reason = None, ""
         try:
-            mask = mask_of_tensor(attn_mask, batch, layout.length)
+            mask = mask_of_tensor(attn_mask, batch, length)
         except ValueError as error:
             reason = str(error)
         if find_axes(self.method) is not None:
@@ -72,7 +65,6 @@ class MaskReader:
                 reason = f"ranks of one sequence were given different values of attn_mask; {REMEDY}"
         if mask is None or reason:
             raise ValueError(reason)
-        self.cache[attn_mask] = (key, mask)
         return mask
 
 

@@ -151,8 +151,8 @@ def _check_padding_hidden(ids: Tensor, padding_idx: int, attention_mask: Tensor 
         )
 
 
-def documents_of_positions(position_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]] | list[int]:
-    """Returns the boundaries of documents by the rule of transformers: a list for each row, or one if there is one row.
+def documents_of_positions(position_ids: Tensor, attention_mask: Tensor | None) -> Documents:
+    """Returns the boundaries of documents by the rule of transformers, for each row, or once if rows are alike.
 
     A document begins wherever a position is not that of the previous token plus 1. With an attention_mask, each row is
     one document.
@@ -167,8 +167,8 @@ def documents_of_positions(position_ids: Tensor, attention_mask: Tensor | None) 
     """
     length, steps = position_ids.shape[1], position_ids.diff(dim=1)
     if attention_mask is None:
-        boundaries = [[0, *(row.nonzero().flatten() + 1).tolist(), length] for row in (steps != 1).cpu()]
-        return boundaries if len(boundaries) > 1 else boundaries[0]
+        rows = tuple((0, *(row.nonzero().flatten() + 1).tolist(), length) for row in (steps != 1).cpu())
+        return rows[0] if len(set(rows)) == 1 else rows
     visible = attention_mask != 0
     restarts = ((steps < 1) & visible[:, 1:] & visible[:, :-1]).nonzero()
     if len(restarts):
@@ -177,7 +177,7 @@ def documents_of_positions(position_ids: Tensor, attention_mask: Tensor | None) 
             f"position_ids restart at token {position + 1} of row {row}, but with an attention_mask transformers takes "
             "each row for one document: leave attention_mask out of packed rows, or give documents="
         )
-    return [0, length]
+    return 0, length
 
 
 def _shift(labels: Tensor, boundaries: Sequence[Sequence[int]]) -> Tensor:

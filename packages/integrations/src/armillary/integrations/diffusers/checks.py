@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from hashlib import blake2b
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from armillary.attention import Method
-from armillary.attention.parts import gather_integers
 from armillary.core.parts import compat
 from armillary.integrations.diffusers.plans import Plan, attention_modules, find_modules
+from armillary.integrations.equal_values import unequal_values
 
 MARK = "armillary_sharded"
 """Attribute of every module that `prepare_diffusers` changed. A copy of the model has it too."""
@@ -88,40 +85,12 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_equal_over_ranks(arguments: Mapping[str, Any], method: Method) -> None:
-    """Raises ValueError unless tensors, numbers and strings are equal, to the bit, on all ranks of a method.
+    """Raises ValueError on every rank, with the names of arguments that are not equal on all ranks.
 
-    Bytes sent: a `gather_integers` of two integers for each value. Every rank of the method must call it.
-
-    Raises:
-        ValueError: on every rank, with the names of arguments that differ.
+    Bytes sent: those of `unequal_values`. Every rank of the method must call it.
     """
-    if method.shards == 1:
-        return
-    values = [(name, x) for name, value in arguments.items() for x in pytree.tree_leaves(value) if isinstance(x, PLAIN)]
-    # 56-bit hashes fit into int64, so one gather of integers compares values of any type.
-    digests: dict[int, list[int]] = {}
-    for i, digest in gather_integers([[i, _digest(x)] for i, (_, x) in enumerate(values)], method):
-        digests.setdefault(i, []).append(digest)
-    # A rank that was passed fewer values has sent fewer digests.
-    different = [i for i, ranks in digests.items() if len(set(ranks)) > 1 or len(ranks) < method.shards]
-    if different:
-        names = sorted({values[i][0] if i < len(values) else "arguments of other ranks" for i in different})
+    if names := sorted(unequal_values(arguments, method)):
         raise ValueError(
             f"{', '.join(names)}: not the same on all {method.shards} ranks, which share each image. Give every rank "
             "the same batch, noise, timesteps and weights, drawn with one seed or broadcast"
         )
-
-
-PLAIN = (Tensor, int, float, str)
-"""Types of arguments that are compared."""
-
-
-def _digest(x: Tensor | int | float | str) -> int:
-    """Returns a hash of contents, shape and dtype."""
-    if not isinstance(x, Tensor):
-        content = repr(x).encode()
-    else:
-        # A copy, because NumPy keeps the storage of the tensor that it views.
-        bits = x.detach().contiguous().flatten().view(torch.uint8).to("cpu", copy=True)
-        content = f"{tuple(x.shape)} {x.dtype} ".encode() + bits.numpy().tobytes()
-    return int.from_bytes(blake2b(content, digest_size=7).digest(), "big")

@@ -65,7 +65,7 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
     context parallelism (`enable_parallelism`).
 
     Bytes sent, beside those of the method: the output's `all_gather`, its gradient's `reduce_scatter`, and a
-    `gather_integers` of two integers for each compared value.
+    `gather_integers` of three integers for each compared value.
 
     Args:
         compare: True: ranks compare the arguments of every call, and at the first call their trained parameters that

@@ -8,9 +8,10 @@ any thread, the layer therefore has the same layout and documents as in forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import import_module
+from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,6 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, ContextParallel, Method
 from armillary.attention.parts import (
-    Documents,
     SequenceContext,
     ShardedImplementation,
     check_method,
@@ -26,11 +26,14 @@ from armillary.attention.parts import (
     gather_integers,
 )
 from armillary.core.parts import compat
-from armillary.integrations.transformers.caches import disable_caches
-from armillary.integrations.transformers.callers import Caller, calling_functions, calling_module
-from armillary.integrations.transformers.documents import DocumentFinder, documents_of_boundaries
-from armillary.integrations.transformers.groups import GroupFinder
-from armillary.integrations.transformers.llama4 import scale_by_position
+from armillary.integrations.transformers.callers import (
+    boundaries_of,
+    calling_functions,
+    calling_module,
+    position_ids_of,
+)
+from armillary.integrations.transformers.documents import DocumentReader, GroupReader, known_documents
+from armillary.integrations.transformers.interface import methods_of
 from armillary.integrations.transformers.masks import rule_of
 from armillary.integrations.transformers.models import (
     ROUTER_LOSS_ERROR,
@@ -38,11 +41,12 @@ from armillary.integrations.transformers.models import (
     check_layers_attend,
     check_model,
     check_modules,
-    methods_of,
+    hook_once,
     padding_idx_of,
     predicts_next_token,
     wrap_models,
 )
+from armillary.integrations.transformers.positions import scale_by_position
 from armillary.integrations.transformers.shard_mask import ShardMask
 from armillary.integrations.transformers.states import OPTION, has_sharded_states
 
@@ -74,6 +78,39 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
     cp.shifts_labels = cp.shifts_labels and predicts_next_token(model)
 
 
+def disable_caches(model: nn.Module) -> None:
+    """Makes the parts of a model that attend over shards use no KV cache by default: a shard has no keys of others.
+
+    A call may still ask for one with `use_cache=True`. The config, which is saved with the model, is not changed.
+    """
+    modules: Iterator[Any] = model.modules()
+    for module in modules:
+        # Only models have this method, and not their layers.
+        if not hasattr(type(module), "get_correct_attn_implementation"):
+            continue
+        parameters = list(signature(type(module).forward).parameters)
+        if "use_cache" in parameters:
+            hook_once(module, UncachedCall(parameters.index("use_cache") - 1))  # without self
+
+
+class UncachedCall:
+    """Pre-forward hook that sets `use_cache` to False in calls that leave it to the config.
+
+    Args:
+        position: index of `use_cache` among positional arguments.
+    """
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_default = len(args) <= self.position and kwargs.get("use_cache") is None
+        # The model may have another implementation by now, for example to generate.
+        if is_default and methods_of(model.config):
+            return args, {**kwargs, "use_cache": False}
+        return None
+
+
 def register_transformers(attend: Method, name: str = "armillary") -> None:
     """Makes `attend` the attention implementation `name` of Hugging Face transformers.
 
@@ -102,8 +139,8 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     Run the model's forward inside `with sequence(...)`, or inside `with batch`, which is the same. Run backward inside
     it, too, if the whole model is one activation checkpoint.
 
-    Bytes sent in addition to the method's: for each new position_ids tensor (create the tensor once, not in every step)
-    a few integers to each rank, or all of M-RoPE's ids; two integers for an attention_mask that was not given to
+    Bytes sent in addition to the method's: the position ids of all tokens to each rank, for each new position_ids
+    tensor (create the tensor once, not in every step); two integers for an attention_mask that was not given to
     `cp.shard`; the token types of models with images; the states of `gated_delta_rule`, `ssd` and `short_convolution`.
 
     Raises:
@@ -142,7 +179,7 @@ class Implementation(ShardedImplementation):
 
     def __init__(self, method: Method) -> None:
         super().__init__(method)
-        self.document_finder, self.group_finder = DocumentFinder(method), GroupFinder(method)
+        self.document_reader, self.group_reader = DocumentReader(method), GroupReader(method)
         self.first_positions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         """Maps each checked model to the position id that it gives a document's first token."""
 
@@ -176,14 +213,14 @@ class Implementation(ShardedImplementation):
         # 2. The whole sequence.
         context = current_sequence() or SequenceContext()
         layout = context.layout_for(self.method, q_length)
-        position_ids, counts_from_shard = _position_ids(callers, self.method.shards)
+        position_ids, counts_from_shard = position_ids_of(callers, self.method.shards)
         if attention_mask is not None and not context.padded:
             self._check_padding(attention_mask)
         # 3. The rule. An unknown mask becomes an error only when a layer receives it: perhaps none does.
         rule = groups = refusal = None
         try:
             rule = rule_of(mask_function)
-            groups = None if context.mask is not None else self.group_finder.find(rule, callers, layout)
+            groups = None if context.mask is not None else self.group_reader.read(rule, callers, layout)
         except ValueError as error:
             refusal = None if context.mask is not None else str(error)
         if rule is not None and rule.bidirectional and context.inferred:
@@ -198,14 +235,14 @@ class Implementation(ShardedImplementation):
             rule,
             groups,
             position_ids,
-            _boundaries(callers),
+            boundaries_of(callers),
             counts_from_shard,
             first_position,
             refusal,
         )
         # 4. The documents, here and not in the layers, because a compiled layer cannot communicate.
         if refusal is None:
-            _known_documents(mask, *mask.boundaries)  # may raise on one rank only, so before ranks communicate
+            known_documents(mask, *mask.boundaries)  # may raise on one rank only, so before ranks communicate
             # On any other error the mask stays unfinished, and the first layer that gets it raises the error.
             with suppress(ValueError):
                 name = type(config).__name__ if model is None else type(model).__name__
@@ -273,9 +310,9 @@ class Implementation(ShardedImplementation):
         cu_seq_lens_q: Tensor | None,
         cu_seq_lens_k: Tensor | None,
     ) -> AttentionMask:
-        """Returns the mask of layers that get these tensors; communicates as `DocumentFinder.find`."""
-        documents = _known_documents(mask, cu_seq_lens_q, cu_seq_lens_k)
-        return mask.with_documents(self.document_finder.find(name, mask, tokens, position_ids, documents))
+        """Returns the mask of layers that get these tensors; communicates as `DocumentReader.read`."""
+        documents = known_documents(mask, cu_seq_lens_q, cu_seq_lens_k)
+        return mask.with_documents(self.document_reader.read(name, mask, tokens, position_ids, documents))
 
     _find_mask_outside_graphs = compat.never_traced(_find_mask)
 
@@ -297,47 +334,6 @@ class Implementation(ShardedImplementation):
                 "attention_mask hides tokens of a shard: pass it to cp.shard, or pack rows with "
                 "sequence(documents=...), where padding is one more document whose labels are -100"
             )
-
-
-def _position_ids(callers: list[Caller], shards: int) -> tuple[Tensor | None, bool]:
-    """Returns (position ids in the callers' frames or None, True if the model would count positions itself).
-
-    Some models pass position ids to the function that makes masks but not to their layers, and some to neither. A model
-    without input_ids and inputs_embeds, such as an image tower, adds positions before its tokens are sharded.
-
-    Raises:
-        ValueError: the model takes tokens but no position ids (BART): it counts from the first token of each shard,
-            whatever position ids its layers get.
-    """
-    module_methods = [caller for caller in callers if isinstance(caller.locals.get("self"), nn.Module)]
-    takes_position_ids = any("position_ids" in method.parameters for method in module_methods)
-    tokens = [method.locals.get(name) for method in module_methods for name in ("input_ids", "inputs_embeds")]
-    has_tokens = any(isinstance(x, Tensor) for x in tokens)
-    if shards > 1 and has_tokens and not takes_position_ids:
-        raise ValueError(
-            f"{type(calling_module(callers)).__name__}.forward takes no position_ids: it counts positions from the "
-            "first token of each shard; models whose forward takes position_ids can be sharded"
-        )
-    candidates = [ids for caller in callers if isinstance(ids := caller.locals.get("position_ids"), Tensor)]
-    if candidates:
-        return candidates[0] if candidates[0].ndim > 1 else candidates[0][None], False
-    return None, takes_position_ids or has_tokens
-
-
-def _known_documents(mask: ShardMask, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> Documents | None:
-    """Returns the documents given to `sequence`, or else those of cu_seq_lens; None if position ids decide."""
-    if mask.context.documents is not None or cu_seq_lens_q is None:
-        return mask.context.documents
-    return documents_of_boundaries(cu_seq_lens_q, cu_seq_lens_k, mask.layout)
-
-
-def _boundaries(callers: list[Caller]) -> tuple[Tensor | None, Tensor | None]:
-    """Returns cu_seq_lens_q and cu_seq_lens_k of the callers, which models pass on to their layers; None without."""
-    for caller in callers:
-        arguments = {**caller.locals, **caller.locals.get("kwargs", {})}
-        if isinstance(arguments.get("cu_seq_lens_q"), Tensor):
-            return arguments["cu_seq_lens_q"], arguments.get("cu_seq_lens_k")
-    return None, None
 
 
 def _check_layer(name: str, mask: ShardMask, sliding_window: int | None, is_causal: bool | None) -> None:

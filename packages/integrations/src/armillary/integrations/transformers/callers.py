@@ -9,7 +9,7 @@ from inspect import currentframe
 from types import FrameType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 MAX_FRAMES = 12
 """More calls than there are between a model's forward and a mask function."""
@@ -54,3 +54,37 @@ def calling_module(callers: list[Caller]) -> nn.Module | None:
     """Returns the innermost module of which one of the callers is a method."""
     owners = (caller.locals.get("self") for caller in callers)
     return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
+
+
+def position_ids_of(callers: list[Caller], shards: int) -> tuple[Tensor | None, bool]:
+    """Returns (position ids in the callers' frames or None, True if the model would count positions itself).
+
+    Some models pass position ids to the function that makes masks but not to their layers, and some to neither. A model
+    without input_ids and inputs_embeds, such as an image tower, adds positions before its tokens are sharded.
+
+    Raises:
+        ValueError: the model takes tokens but no position ids (BART): it counts from the first token of each shard,
+            whatever position ids its layers get.
+    """
+    module_methods = [caller for caller in callers if isinstance(caller.locals.get("self"), nn.Module)]
+    takes_position_ids = any("position_ids" in method.parameters for method in module_methods)
+    tokens = [method.locals.get(name) for method in module_methods for name in ("input_ids", "inputs_embeds")]
+    has_tokens = any(isinstance(x, Tensor) for x in tokens)
+    if shards > 1 and has_tokens and not takes_position_ids:
+        raise ValueError(
+            f"{type(calling_module(callers)).__name__}.forward takes no position_ids: it counts positions from the "
+            "first token of each shard; models whose forward takes position_ids can be sharded"
+        )
+    candidates = [ids for caller in callers if isinstance(ids := caller.locals.get("position_ids"), Tensor)]
+    if candidates:
+        return candidates[0] if candidates[0].ndim > 1 else candidates[0][None], False
+    return None, takes_position_ids or has_tokens
+
+
+def boundaries_of(callers: list[Caller]) -> tuple[Tensor | None, Tensor | None]:
+    """Returns cu_seq_lens_q and cu_seq_lens_k of the callers, which models pass on to their layers; None without."""
+    for caller in callers:
+        arguments = {**caller.locals, **caller.locals.get("kwargs", {})}
+        if isinstance(arguments.get("cu_seq_lens_q"), Tensor):
+            return arguments["cu_seq_lens_q"], arguments.get("cu_seq_lens_k")
+    return None, None

@@ -1,37 +1,79 @@
-"""`DocumentFinder`: documents of packed rows by the rules of transformers, with checks of position ids."""
+"""Documents and groups of tokens of whole rows, from position ids and token types of which each rank has a shard.
+
+Ranks gather these integers, once for all layers and all steps with the same tensor. Every rank then reads whole rows by
+the rules of one device, and raises the same errors.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.attention import AttentionMask, Method
 from armillary.attention.parts import (
-    POSITIONS_HINT,
     Documents,
-    check_positions,
-    check_shards,
+    TensorCache,
     check_tokens,
-    find_documents,
+    documents_of_positions,
+    find_axes,
     gather_integers,
     gather_tokens,
 )
 from armillary.core import SequenceLayout
+from armillary.integrations.transformers.callers import Caller
+from armillary.integrations.transformers.masks import Rule
 from armillary.integrations.transformers.shard_mask import ShardMask
 
+POSITIONS_HINT = (
+    "pass position_ids=layout.positions(attend.shard)[None], or position ids that restart at 0 in each document"
+)
+PADDED_POSITIONS_HINT = "after cp.prepare(model), cp.shard(ids) has position ids that count from padding_idx + 1"
 
-class DocumentFinder:
-    """Finds the documents of a batch, once for all layers and for all steps with the same position_ids tensor."""
+TYPE_IS_GROUP = frozenset({"hrm_text"})
+"""Models of transformers in which the group of a token is its type."""
+
+
+def gather_rows(x: Tensor, tokens: int, layout: SequenceLayout, method: Method) -> Tensor:
+    """Gathers integers of tokens in sequence order: [..., T] -> [..., N], on the host.
+
+    Args:
+        x: position ids or token types of this rank's tokens.
+        tokens: number of this rank's tokens.
+
+    Bytes sent: a `gather_integers` of four integers, and those of `gather_tokens`. Every rank of the method must call
+    it.
+
+    Raises:
+        ValueError: on every rank, a shard has another number of tokens or values than the layout gives it, or ranks
+            have different numbers of rows.
+    """
+    check_shards(x, tokens, layout, method)
+    return gather_tokens(x.reshape(-1, x.shape[-1]), method, layout).cpu().reshape(*x.shape[:-1], -1)
+
+
+def check_shards(x: Tensor, tokens: int, layout: SequenceLayout, method: Method) -> None:
+    """Raises the errors of `gather_rows`; only on the rank of the wrong shard if the method's axes are unknown."""
+    shards = [[method.shard, tokens, x.shape[-1], x[..., 0].numel()]]
+    if find_axes(method) is not None:
+        shards = gather_integers(shards, method)
+    for shard, token_count, id_count, row_count in shards:
+        check_tokens(shard, token_count, layout)
+        if id_count != token_count:
+            raise ValueError(f"shard {shard} has {token_count} tokens and {id_count} position ids; {POSITIONS_HINT}")
+        if row_count != shards[0][3]:
+            raise ValueError(f"shard {shard} has {row_count} rows, and shard {shards[0][0]} has {shards[0][3]}")
+
+
+class DocumentReader:
+    """Reads the documents of a batch by the rules of transformers, and checks its position ids."""
 
     def __init__(self, method: Method) -> None:
-        self.method = method
-        self.cache: Any = WeakTensorKeyDictionary()
-        """Position ids -> ((version, layout, given documents, bidirectional), documents)."""
+        self.method, self.cache = method, TensorCache()
 
-    def find(
+    def read(
         self, name: str, mask: ShardMask, tokens: int, position_ids: Tensor | None, documents: Documents | None
     ) -> Documents | None:
         """Returns `documents` or, if they are None, the documents in position ids; None if each row is one document.
@@ -49,51 +91,11 @@ class DocumentFinder:
         """
         # Some models pass their layers no position ids, or M-RoPE's [3, B, T]. The mask function may have found
         # position ids [B, T] in the model's frame.
-        if position_ids is None or position_ids.ndim != 2:
-            position_ids = mask.position_ids
-        if position_ids is None or not (position_ids.ndim == 2 or (position_ids.ndim == 3 and len(position_ids) == 3)):
-            return self._find_without_positions(name, mask, tokens, documents)
-        bidirectional = mask.rule is not None and mask.rule.bidirectional
-        # An inference tensor has no version counter, so a change in place cannot be noticed: it is checked every time.
-        version = None if position_ids.is_inference() else position_ids._version
-        key = (version, mask.layout, documents, bidirectional)
-        cached = self.cache.get(position_ids)
-        if cached is not None and version is not None and cached[0] == key:
-            return cached[1]
-        # The checks communicate before they raise, so that all ranks raise the same error and none hangs.
-        check_shards(tokens, position_ids.shape[-1], mask.layout, self.method)
-        if mask.first_position:
-            check_first_position(name, position_ids, mask.first_position, self.method)
-        documents = self._check_or_find(position_ids, mask, documents, bidirectional)
-        self.cache[position_ids] = (key, documents)
-        return documents
-
-    def _check_or_find(
-        self, position_ids: Tensor, mask: ShardMask, documents: Documents | None, bidirectional: bool
-    ) -> Documents | None:
-        """Checks position ids against documents; without documents, finds them in the position ids."""
-        layout = mask.layout
-        if position_ids.ndim == 3:  # M-RoPE: time, height, width
-            if documents is None:
-                check_multimodal(position_ids, layout, self.method)
-            return documents
-        if documents is None and not bidirectional:
-            return find_documents(position_ids, layout, self.method, mask.first_position)
-        try:
-            check_positions(position_ids, layout, self.method, documents or (0, layout.length))
-        except ValueError as error:
-            if documents is not None:
-                raise
-            raise ValueError(
-                f"{error}. In position ids of a bidirectional model transformers does not look for documents: give "
-                "them to cp.shard or sequence(documents=...)"
-            ) from None
-        return documents
-
-    def _find_without_positions(
-        self, name: str, mask: ShardMask, tokens: int, documents: Documents | None
-    ) -> Documents | None:
-        """Returns the given documents for a layer that gets no position ids. Raises ValueError if it needs some."""
+        ids = mask.position_ids if position_ids is None or position_ids.ndim != 2 else position_ids
+        reads_ids = documents is None and not (mask.rule is not None and mask.rule.bidirectional)
+        if ids is not None and (ids.ndim == 2 or (ids.ndim == 3 and len(ids) == 3)):
+            key = mask.layout, documents, reads_ids
+            return self.cache.get(ids, key, lambda: self._read(name, mask, tokens, ids, documents, reads_ids))
         check_tokens(self.method.shard, tokens, mask.layout)
         if mask.counts_from_shard and self.method.shards > 1:
             hint = POSITIONS_HINT
@@ -103,61 +105,126 @@ class DocumentFinder:
                 f"{name} gets no position ids, and the model counts its tokens as if they were the first of the "
                 f"sequence; {hint}"
             )
-        if documents is None and not (mask.rule is not None and mask.rule.bidirectional):
+        if reads_ids:
             raise ValueError(
                 f"{name} gets no position ids [batch, tokens], so its documents are unknown; pass them to cp.shard or "
                 f"`with sequence(layout=..., documents=...)`: [0, {mask.layout.length}] if there is only one"
             )
         return documents
 
+    def _read(
+        self, name: str, mask: ShardMask, tokens: int, ids: Tensor, documents: Documents | None, reads_ids: bool
+    ) -> Documents | None:
+        """Returns the documents of position ids [B, T] or [3, B, T], which are checked on all ranks."""
+        layout, first = mask.layout, mask.first_position
+        if documents is not None and (ids.ndim == 3 or find_axes(self.method) is None):
+            check_shards(ids, tokens, layout, self.method)
+            if ids.ndim == 3:  # M-RoPE's ids need not rise within a document
+                return documents
+            # Ranks of a method with unknown axes cannot communicate: each one checks its own tokens.
+            positions, order = layout.positions(self.method.shard).sort()
+            ids = ids.cpu()[:, order]
+        else:
+            positions, ids = torch.arange(layout.length), gather_rows(ids, tokens, layout, self.method)
+        if first and (lowest := int(ids.min())) < first:
+            raise ValueError(
+                f"{name} gets position id {lowest}, but the model counts tokens from {first}: padding_idx={first - 1}; "
+                f"{PADDED_POSITIONS_HINT}"
+            )
+        if ids.ndim == 3:
+            check_multimodal(ids)
+        elif reads_ids:
+            return documents_of_ranks(ids, layout, first)
+        else:
+            check_rising(ids, positions, documents or (0, layout.length), has_documents=documents is not None)
+        return documents
 
-PADDED_POSITIONS_HINT = "after cp.prepare(model), cp.shard(ids) has position ids that count from padding_idx + 1"
 
+def known_documents(mask: ShardMask, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> Documents | None:
+    """Returns the documents given to `sequence`, or else those of cu_seq_lens, as in flash attention.
 
-def check_first_position(name: str, position_ids: Tensor, first: int, method: Method) -> None:
-    """Raises ValueError on every rank if position ids are below `first`, the model's lowest (RoBERTa: padding_idx + 1).
-
-    Every rank of the method must call it. Bytes sent: a `gather_integers` of one integer.
-    """
-    lowest = min(rank_lowest for (rank_lowest,) in gather_integers([[int(position_ids.min())]], method))
-    if lowest < first:
-        raise ValueError(
-            f"{name} gets position id {lowest}, but the model counts tokens from {first}: padding_idx={first - 1}; "
-            f"{PADDED_POSITIONS_HINT}"
-        )
-
-
-def documents_of_boundaries(
-    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor | None, layout: SequenceLayout
-) -> Documents | None:
-    """Returns the documents whose boundaries in the whole sequence are cu_seq_lens, as in flash attention.
+    None if neither is given, so that position ids decide.
 
     Raises:
         ValueError: the two tensors differ, fall, do not start at 0, or do not end at the layout's length.
     """
+    if mask.context.documents is not None or cu_seq_lens_q is None:
+        return mask.context.documents
     documents = AttentionMask(documents=cu_seq_lens_q).documents
     if cu_seq_lens_k is not None and AttentionMask(documents=cu_seq_lens_k).documents != documents:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: no cross-attention on a sharded sequence")
-    if int(cu_seq_lens_q[-1]) != layout.length:
+    if int(cu_seq_lens_q[-1]) != mask.layout.length:
         raise ValueError(
-            f"cu_seq_lens_q ends at {int(cu_seq_lens_q[-1])}; it must end with the whole sequence, at {layout.length}"
+            f"cu_seq_lens_q ends at {int(cu_seq_lens_q[-1])}; it must end with the whole sequence, at "
+            f"{mask.layout.length}"
         )
     return documents
 
 
-def check_multimodal(position_ids: Tensor, layout: SequenceLayout, method: Method) -> None:
-    """Raises ValueError unless position ids [3, B, T] of time, height and width (M-RoPE) fit the layout's tokens.
+def documents_of_ranks(ids: Tensor, layout: SequenceLayout, first_position: int) -> Documents | None:
+    """Returns the documents of position ids [B, N] that ranks have given; None if each row is one document.
+
+    Raises:
+        ValueError: position ids neither are global positions nor restart at `first_position` in each document, or they
+            restart exactly where shards start.
+    """
+    starts = torch.nn.functional.pad(ids.diff(dim=1) != 1, (1, 0), value=True)
+    if len(errors := (starts & (ids != first_position)).nonzero()):
+        row, position = errors[0].tolist()
+        raise ValueError(
+            f"the token at position {position} of row {row} has position id {int(ids[row, position])}, but position "
+            f"ids rise by 1 from token to token, and restart at {first_position} in each document; {POSITIONS_HINT}"
+        )
+    documents = documents_of_positions(ids, None)
+    # In a common mistake, a model counts its tokens on each rank, so that documents are exactly the shards. In layouts
+    # with several spans per shard (zigzag) such position ids do not restart at `first_position`.
+    shards = sorted((layout.spans(shard) for shard in range(layout.shards)), key=lambda spans: spans[0][0])
+    shard_ends = (*(spans[0][0] for spans in shards), layout.length)  # 0, end of the first shard, ..., N
+    if layout.shards > 1 and all(len(spans) == 1 for spans in shards) and shard_ends in (documents, *documents):
+        raise ValueError(
+            f"position_ids start at {first_position} on each of the {layout.shards} ranks, as a model's own do; "
+            f"{POSITIONS_HINT}. If documents do end where shards do, pass "
+            f"`sequence(documents={list(shard_ends[:4])}...)`"
+        )
+    return None if documents == (0, layout.length) else documents
+
+
+def check_rising(ids: Tensor, positions: Tensor, documents: Documents, has_documents: bool) -> None:
+    """Raises ValueError if position ids do not rise from token to token of each document.
+
+    Position ids may start anywhere and skip numbers.
+
+    Args:
+        ids: [B or 1, n], in rising order of `positions`. One row may serve several rows of documents.
+        positions: [n], global positions of the tokens.
+        has_documents: False if `documents` are one for each row, because a bidirectional model has none.
+    """
+    mask, length = AttentionMask(documents=documents), int(positions[-1]) + 1
+    row_count = max(len(ids), len(documents) if mask.per_row else 1)
+    for row, row_ids in enumerate(ids.expand(row_count, -1)):
+        ends = torch.tensor(mask.boundaries(row) or (0, length))
+        is_start = torch.bucketize(positions, ends, right=True).diff() > 0
+        if len(errors := ((row_ids.diff() < 1) & ~is_start).nonzero()):
+            index = int(errors[0]) + 1
+            hint = (
+                "In position ids of a bidirectional model transformers does not look for documents: give them to "
+                "cp.shard or sequence(documents=...)"
+            )
+            raise ValueError(
+                f"the token at position {int(positions[index])} of row {row} has position id {int(row_ids[index])}, "
+                "which is not beyond those of the tokens before it in its document; "
+                f"{POSITIONS_HINT}{'' if has_documents else f'. {hint}'}"
+            )
+
+
+def check_multimodal(position_ids: Tensor) -> None:
+    """Raises ValueError unless position ids [3, B, N] of time, height and width (M-RoPE) are those of whole rows.
 
     The ids of a token must be greater than those of the token before it, compared by time, then height, then width. An
     exception is the first token after a video. In a video, time can be ahead of height and width, and the next token's
     ids need only be greater than the last height and width.
-
-    Bytes sent: those of `gather_tokens`. Every rank of the method must call it.
-
-    Raises:
-        ValueError: on every rank, with the first token whose ids are not greater.
     """
-    ids = gather_tokens(position_ids.permute(1, 2, 0).contiguous(), method, layout).cpu()
+    ids = position_ids.permute(1, 2, 0)
     before, after = ids[:, :-1], ids[:, 1:]
     (time, height, width), (next_time, next_height, next_width) = before.unbind(-1), after.unbind(-1)
     same_time, same_height = next_time == time, next_height == height
@@ -173,3 +240,55 @@ def check_multimodal(position_ids: Tensor, layout: SequenceLayout, method: Metho
             "whole sequence's ids, `layout.take(position_ids, attend.shard, dim=2)`, or, for packed rows, "
             "sequence(documents=...)"
         )
+
+
+class GroupReader:
+    """Reads the group of each token of a sequence, numbered as on one device.
+
+    Models number images by their order in the row, which cannot be known from a shard. So every rank gathers the token
+    types of the whole row and calls the model's own numbering function on them.
+    """
+
+    def __init__(self, method: Method) -> None:
+        self.method, self.cache = method, TensorCache()
+
+    def read(self, rule: Rule, callers: Sequence[Caller], layout: SequenceLayout) -> Tensor | None:
+        """Returns the group of every token [B, N] on the CPU, -1 for no group; None if the rule has no groups.
+
+        Bytes sent: those of `gather_rows` for the token types. Every rank of the method must call it.
+
+        Raises:
+            ValueError: the model numbers groups in an unknown way; on every rank, shards that do not fit the layout.
+        """
+        if rule.groups is None:
+            return None
+        if self.method.shards == 1:
+            return rule.groups.cpu()
+        types, number_groups = _find_numbering(rule.groups, callers)
+        tokens = layout.sizes[self.method.shard]
+        return self.cache.get(
+            types, layout, lambda: number_groups(gather_rows(types.int(), tokens, layout, self.method))
+        )
+
+
+def _find_numbering(groups: Tensor, callers: Sequence[Caller]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Returns (token types [B, T] in a caller's frame, the function that numbers groups by them)."""
+    for caller in callers:
+        if caller.module.removeprefix("transformers.models.").split(".")[0] in TYPE_IS_GROUP:
+            return groups, torch.clone  # the groups are the token types, so there is nothing to compute
+        # The function of transformers from token types to groups, if the caller's file imports it.
+        number_groups = caller.globals.get("get_block_sequence_ids_for_mask")
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            types = caller.locals.get(name)
+            # Accept only types that reproduce the groups of this mask: a frame may have the types of another input.
+            if (
+                number_groups is not None
+                and isinstance(types, Tensor)
+                and torch.equal(number_groups(types, device=groups.device), groups)
+            ):
+                return types, partial(number_groups, device=torch.device("cpu"))
+    model = callers[-1].module if callers else "a model"
+    raise ValueError(
+        f"{model} numbers blocks of tokens that see each other in an unknown way, so a shard's numbers do not tell "
+        "which tokens of other ranks are in them; give the mask: `cp.shard(ids, mask=AttentionMask.image_spans(...))`"
+    )

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from armillary.attention import ContextParallel, Method
-from armillary.attention.parts import IGNORED, ContextParallelBatch, gather_integers
+from armillary.attention.parts import IGNORED, ContextParallelBatch
+from armillary.integrations.equal_values import unequal_values
 
 TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
 """Inputs with one value per token, which are sharded."""
@@ -24,7 +25,7 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq
 def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[ContextParallelBatch, dict[str, Any]]:
     """Returns this rank's batch and the model's inputs for it, with labels only if `inputs` have labels.
 
-    Bytes sent: a `gather_integers` of 11 integers. Every rank of the sequence must call it.
+    Bytes sent: a `gather_integers` of three integers for each of `TOKENS`. Every rank of the sequence must call it.
 
     Raises:
         ValueError: ranks have different rows; no input_ids [B, N]; a tensor that is not in `TOKENS` or `PACKED`;
@@ -69,33 +70,16 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
 def check_same_rows(method: Method, inputs: Mapping[str, Any]) -> None:
     """Raises ValueError on every rank, with the input and two shards, if `TOKENS` differ between ranks of a sequence.
 
-    Bytes sent: a `gather_integers` of 11 integers.
+    Bytes sent: those of `unequal_values`.
     """
-    if method.shards == 1:
-        return
-    # One line of integers per rank: its shard, then (size, hash) of each input.
-    fingerprints = [method.shard, *(value for name in TOKENS for value in _fingerprint(inputs.get(name)))]
-    lines = sorted(gather_integers([fingerprints], method))
-    for i, name in enumerate(TOKENS):
-        values = [line[1 + 2 * i : 3 + 2 * i] for line in lines]
-        different = [shard for shard, value in enumerate(values) if value != values[0]]
-        if different:
-            raise ValueError(
-                f"shards 0 and {different[0]} were given different {name}, but all ranks of a sequence need the same "
-                "rows: a sampler, dataset or collator draws from random numbers of each rank, or the data loader was "
-                "prepared without share_rows"
-            )
-
-
-def _fingerprint(x: Any) -> tuple[int, int]:
-    """Returns the size and a hash of a tensor of integers; (-1, 0) for None. Overflowing products wrap around."""
-    if not isinstance(x, Tensor):
-        return -1, 0
-    # Each element has another odd weight, so that rows in another order have another hash. The constant is 2**60
-    # divided by the golden ratio (Fibonacci hashing).
-    weights = torch.arange(1, x.numel() + 1, device=x.device) * 0x9E3779B97F4A7C1 | 1
-    mixed = (x.flatten().long() + x.shape[-1]) * weights
-    return x.numel(), int((mixed ^ (mixed >> 29)).sum())
+    tokens = {name: inputs.get(name) if isinstance(inputs.get(name), Tensor) else "none" for name in TOKENS}
+    if unequal := unequal_values(tokens, method):
+        name, shard = next(iter(unequal.items()))
+        raise ValueError(
+            f"shards 0 and {shard} were given different {name}, but all ranks of a sequence need the same rows: a "
+            "sampler, dataset or collator draws from random numbers of each rank, or the data loader was prepared "
+            "without share_rows"
+        )
 
 
 def _next_labels(inputs: Mapping[str, Any], shifts_labels: bool) -> Tensor:

@@ -1,4 +1,7 @@
-"""Checks that the layers of a model attend by transformers' attention interface, from the code of their forwards."""
+"""The attention interface of transformers: the method that a config selects by it, and the modules that attend by it.
+
+Modules are recognized by the code of their forwards.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from torch import nn
+
+from armillary.attention import Method
+from armillary.attention.parts import Registries, method_of_implementation
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 """The registry in which an attention module of transformers looks up the selected implementation."""
@@ -104,3 +110,44 @@ def _names_in_code(code: CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names_in_code(constant)
+
+
+def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the named modules of a model, without parts that select another implementation."""
+    unsharded = [name for name, module in model.named_modules() if module is not model and is_unsharded(module)]
+    for name, module in model.named_modules():
+        if not any(name == part or name.startswith(f"{part}.") for part in unsharded):
+            yield name, module
+
+
+def is_unsharded(module: nn.Module) -> bool:
+    """Returns True for a submodel that selects another implementation."""
+    registries, config = Registries.find(), getattr(module, "config", None)
+    name = getattr(config, "_attn_implementation", None)
+    if registries is None or name is None or not hasattr(type(module), "get_correct_attn_implementation"):
+        return False
+    return not method_of_implementation(registries.attention.get(name))
+
+
+def shards_of(config: Any) -> int:
+    """Returns the number of ranks that share a sequence under a config's implementations; 1 without one of ours."""
+    return max((method.shards for method in methods_of(config)), default=1)
+
+
+def methods_of(config: Any) -> list[Method]:
+    """Returns the methods of our implementations that a config or its parts select."""
+    registries = Registries.find()
+    names = dict.fromkeys(getattr(part, "_attn_implementation", None) for part in parts_of(config))
+    functions: list[Any] = [registries.attention.get(name) for name in names] if registries else []
+    return [method for function in functions if (method := method_of_implementation(function))]
+
+
+def method_of(config: Any) -> Method | None:
+    """Returns the method with the most ranks among `methods_of` a config; None without one."""
+    return max(methods_of(config), key=lambda method: method.shards, default=None)
+
+
+def parts_of(config: Any) -> list[Any]:
+    """Returns a config and the configs of its text, vision or audio parts."""
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
+    return [config, *(part for part in parts if part is not None)]

@@ -36,7 +36,7 @@ class Rule(NamedTuple):
     other_keys: Band | None
     group_keys: Band | None
     groups: Tensor | None = None
-    """[B, T], the group of each local token, or -1. Ranks number groups independently: see `GroupFinder`."""
+    """[B, T], the group of each local token, or -1. Ranks number groups independently: see `GroupReader`."""
     chunk: int | None = None
     """Size of a chunk; None without chunks."""
     bidirectional: bool = False
@@ -62,7 +62,7 @@ def rule_of(mask_function: Callable[..., Any] | None) -> Rule:
     """Returns a mask function of transformers as a rule.
 
     The documents that transformers adds for packed rows are dropped, because restarting positions on a shard look like
-    documents too; `DocumentFinder` finds them.
+    documents too; `DocumentReader` reads them.
 
     Raises:
         ValueError: a part of the mask is unknown, or cannot be joined with the other parts; sliding_window below 1.

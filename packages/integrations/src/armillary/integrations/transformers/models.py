@@ -9,21 +9,33 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
-from inspect import getsource, signature, unwrap
+from inspect import getsource, isfunction, signature, unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from armillary.attention import Method
-from armillary.attention.parts import Registries, method_of_implementation
+from armillary.attention.parts import method_of_implementation
 from armillary.core.parts import compat
-from armillary.integrations.transformers.interface import calls_interface, check_own_attention, innermost_model
-from armillary.integrations.transformers.multimodal import MultimodalPositions, repeats_positions
-from armillary.integrations.transformers.rope import RopeHook, depends_on_last_position
+from armillary.integrations.transformers.interface import (
+    calls_interface,
+    check_own_attention,
+    innermost_model,
+    is_unsharded,
+    method_of,
+    parts_of,
+    sharded_modules,
+    shards_of,
+)
+from armillary.integrations.transformers.positions import (
+    check_image_positions,
+    depends_on_last_position,
+    give_last_position,
+    repeats_positions,
+)
 from armillary.integrations.transformers.row_outputs import (
     LOSS_CHECKED,
     check_outputs,
@@ -77,23 +89,21 @@ def wrap_models(models: Any) -> None:
         # Models with other implementations, such as image towers, are not checked.
         if method_of_implementation(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
             check_model(type(model), model.config)
-            # A model may select an implementation several times: each hook is registered once.
-            hooks = model._forward_pre_hooks.values()
             # Parts with the config of their model (Mamba2Model in Mamba2ForCausalLM) are not asked to choose.
             for part in model.modules():
-                if isinstance(part, base):
-                    _hook_states(part)
+                if isinstance(part, base) and has_sharded_states(type(part)):
+                    route_states(type(part))
+                    hook_once(part, StateHook(check_modules))
             ropes = [getattr(part, "rope_parameters", None) for part in parts_of(model.config)]
-            if depends_on_last_position(ropes) and not any(isinstance(hook, RopeHook) for hook in hooks):
-                model.register_forward_pre_hook(RopeHook(method_of, sharded_modules))
+            if depends_on_last_position(ropes):
+                hook_once(model, give_last_position)
+            hook_once(model, _before_forward)
             if _check_outputs not in model._forward_hooks.values():
-                model.register_forward_pre_hook(_before_forward, with_kwargs=True)
                 model.register_forward_hook(_check_outputs, with_kwargs=True)
-            has_hook = any(isinstance(hook, MultimodalPositions) for hook in hooks)
-            if repeats_positions(type(model)) and not has_hook:
-                model.register_forward_pre_hook(MultimodalPositions(method_of), with_kwargs=True)
-            if computes_loss(type(model)) and _refuse_labels not in model._forward_pre_hooks.values():
-                model.register_forward_pre_hook(_refuse_labels, with_kwargs=True)
+            if repeats_positions(type(model)):
+                hook_once(model, check_image_positions)
+            if computes_loss(type(model)):
+                hook_once(model, _refuse_labels)
         return choose(model, requested_attention, *args, **kwargs)
 
     def loss_function(model: Any) -> Callable[..., Any]:
@@ -107,13 +117,14 @@ def wrap_models(models: Any) -> None:
     base.loss_function = property(loss_function, loss.fset)
 
 
-def _hook_states(model: Any) -> None:
-    """Gives a model with layers with a state its `StateHook`, once; it is called again for each implementation."""
-    if has_sharded_states(type(model)) and not any(
-        isinstance(hook, StateHook) for hook in model._forward_pre_hooks.values()
-    ):
-        route_states(type(model))
-        model.register_forward_pre_hook(StateHook(method_of, check_modules), with_kwargs=True)
+def hook_once(model: Any, hook: Any) -> None:
+    """Registers a pre-forward hook, unless the model has this function, or an object of this class, already.
+
+    A model may select an implementation several times.
+    """
+    hooks = model._forward_pre_hooks.values()
+    if not any(other is hook or (type(other) is type(hook) and not isfunction(hook)) for other in hooks):
+        model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def check_model(model: type, config: Any) -> None:
@@ -149,7 +160,7 @@ def check_layers_attend(model: nn.Module) -> None:
     modules = list(model.named_modules())
     # Of an image-text model that computes the attention of images itself, the text part alone has our implementation.
     if not any(
-        (calls_interface(module) or shards_states(type(module))) and not _is_unsharded(innermost_model(model, name)[0])
+        (calls_interface(module) or shards_states(type(module))) and not is_unsharded(innermost_model(model, name)[0])
         for name, module in modules
     ):
         check_model(type(model), getattr(model, "config", None))  # raises with the reason, if it knows one
@@ -249,23 +260,6 @@ def _padding_idx(module: nn.Module) -> int | None:
     return padding_idx
 
 
-def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the named modules of a model, without parts that select another implementation."""
-    unsharded = [name for name, module in model.named_modules() if module is not model and _is_unsharded(module)]
-    for name, module in model.named_modules():
-        if not any(name == part or name.startswith(f"{part}.") for part in unsharded):
-            yield name, module
-
-
-def _is_unsharded(module: nn.Module) -> bool:
-    """Returns True for a submodel that selects another implementation."""
-    registries, config = Registries.find(), getattr(module, "config", None)
-    name = getattr(config, "_attn_implementation", None)
-    if registries is None or name is None or not hasattr(type(module), "get_correct_attn_implementation"):
-        return False
-    return not method_of_implementation(registries.attention.get(name))
-
-
 def calls_attention(model: type) -> bool:
     """Returns False if the source of a class defines attention without transformers' attention interface."""
     # An attention class in a user's file may inherit from one in transformers, so the files of all bases are read.
@@ -348,30 +342,6 @@ ROUTER_LOSS_ERROR = (
     "output_router_logits=True: the routers' auxiliary loss is not linear in the tokens, so losses of shards do not "
     "add up to that of the sequence; set it to False (router_aux_loss_coef=0.0 in TRL's config)"
 )
-
-
-def shards_of(config: Any) -> int:
-    """Returns the number of ranks that share a sequence under a config's implementations; 1 without one of ours."""
-    return max((method.shards for method in methods_of(config)), default=1)
-
-
-def methods_of(config: Any) -> list[Method]:
-    """Returns the methods of our implementations that a config or its parts select."""
-    registries = Registries.find()
-    names = dict.fromkeys(getattr(part, "_attn_implementation", None) for part in parts_of(config))
-    functions: list[Any] = [registries.attention.get(name) for name in names] if registries else []
-    return [method for function in functions if (method := method_of_implementation(function))]
-
-
-def method_of(config: Any) -> Method | None:
-    """Returns the method with the most ranks among `methods_of` a config; None without one."""
-    return max(methods_of(config), key=lambda method: method.shards, default=None)
-
-
-def parts_of(config: Any) -> list[Any]:
-    """Returns a config and the configs of its text, vision or audio parts."""
-    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
-    return [config, *(part for part in parts if part is not None)]
 
 
 def _checked_loss(function: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:

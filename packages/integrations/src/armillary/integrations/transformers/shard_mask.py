@@ -1,18 +1,27 @@
-"""`ShardMask`: the object that a model passes from its mask function to its layers in place of a mask tensor."""
+"""`ShardMask`: the object that a model passes from its mask function to its layers in place of a mask tensor.
+
+`mask_of` makes the mask of a whole sequence from a model's rule, documents and groups of tokens, such as images.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from armillary.attention import AttentionMask
+from armillary.attention import AttentionMask, Slice
 from armillary.attention.parts import Documents, SequenceContext
 from armillary.core import SequenceLayout
-from armillary.integrations.transformers.groups import mask_of
-from armillary.integrations.transformers.masks import Rule
+from armillary.integrations.transformers.masks import FAR, Band, Rule
+
+Runs = list[tuple[int, range]]
+"""Adjacent tokens of one group, in order: (group, or -1 for none; positions)."""
+
+MAX_SLICES = 2**16
+"""Maximum number of slices in the mask of one row."""
 
 
 class ShardMask:
@@ -140,3 +149,85 @@ class NoTensorError(ValueError, AttributeError):
             f"the model computes with its attention mask ({name}), which on a sharded sequence is no tensor: it "
             "changes the mask, or attends without transformers' attention interface; use another attn_implementation"
         )
+
+
+def mask_of(
+    rule: Rule, groups: Tensor | None, documents: Sequence[int] | Sequence[Sequence[int]] | None, length: int
+) -> AttentionMask:
+    """Returns the mask of a rule for a sequence of `length` tokens. Each document has the mask of a row by itself.
+
+    Raises:
+        ValueError: groups so scattered that the mask would have more than MAX_SLICES slices; chunks in a bidirectional
+            model or with groups.
+    """
+    if rule.chunk is not None:
+        if groups is not None or not rule.causal:
+            raise ValueError(f"chunks of {rule.chunk} that are not causal, or contain images, are not supported")
+        left, _ = rule.window or (None, None)
+        return AttentionMask.chunked(rule.chunk, documents).narrow(left)
+    if groups is None:
+        return AttentionMask(causal=rule.causal, window=rule.window, documents=documents)
+    packed = AttentionMask(documents=documents)
+    rows = [_mask_of_row(rule, row, packed.boundaries(n), length) for n, row in enumerate(groups)]
+    return rows[0] if all(row == rows[0] for row in rows) else AttentionMask.rows(rows)
+
+
+def _mask_of_row(rule: Rule, groups: Tensor, documents: Sequence[int] | None, length: int) -> AttentionMask:
+    """Returns the mask of a row with groups [N], packed from documents."""
+    runs_of_documents = [_runs(groups, low, high) for low, high in pairwise(documents or (0, length))]
+    # The usual case has a compact form, `image_spans`: the layer is causal, each image is one run, and its tokens see
+    # the whole image. The band of keys in the group is then that of other keys, without an upper bound.
+    contiguous = all(_groups_are_contiguous(runs) for runs in runs_of_documents)
+    if rule.causal and rule.other_keys and contiguous and rule.group_keys == (rule.other_keys[0], FAR):
+        images = [span for runs in runs_of_documents for group, span in runs if group >= 0 and len(span) > 1]
+        if not images:
+            return AttentionMask(window=rule.window, documents=documents)
+        left, _ = rule.window or (None, None)
+        return AttentionMask.image_spans(images, documents, window=None if left is None else (left, None))
+    return AttentionMask.of_slices(_slices(rule, runs_of_documents))
+
+
+def _groups_are_contiguous(runs: Runs) -> bool:
+    """Returns True if each group is a single run."""
+    groups = [group for group, _ in runs if group >= 0]
+    return len(set(groups)) == len(groups)
+
+
+def _runs(groups: Tensor, low: int, high: int) -> Runs:
+    """Returns the runs of tokens low .. high - 1."""
+    ids, counts = groups[low:high].unique_consecutive(return_counts=True)
+    ends = [low, *(low + counts.cumsum(0)).tolist()]
+    return [(max(group, -1), range(a, b)) for group, (a, b) in zip(ids.tolist(), pairwise(ends), strict=True)]
+
+
+def _slices(rule: Rule, runs_of_documents: Sequence[Runs]) -> list[Slice]:
+    """Returns the slices of a row: each run of queries with its group's keys, and with its document's other keys."""
+    slices: list[Slice] = []
+    for runs in runs_of_documents:
+        for group, queries in runs:
+            for same_group, keys in _split_keys(group, runs):
+                slices += _slice(queries, keys, rule.group_keys if same_group else rule.other_keys)
+            if len(slices) > MAX_SLICES:
+                raise ValueError(f"groups of tokens in more than {MAX_SLICES} slices of a row: they are too scattered")
+    return slices
+
+
+def _split_keys(group: int, runs: Runs) -> list[tuple[bool, range]]:
+    """Returns the keys of a document in the fewest runs: (True for keys of this group, positions)."""
+    split: list[tuple[bool, range]] = []
+    for key_group, keys in runs:
+        same_group = key_group == group and group >= 0  # tokens of no group do not form one
+        if split and split[-1][0] == same_group:
+            split[-1] = (same_group, range(split[-1][1].start, keys.stop))
+        else:
+            split.append((same_group, keys))
+    return split
+
+
+def _slice(queries: range, keys: range, band: Band | None) -> list[Slice]:
+    """Returns a list with the slice of these queries, keys and band; an empty list if no query sees a key."""
+    # key - query lies between keys[0] - queries[-1] and keys[-1] - queries[0].
+    if band is None or band[0] > keys[-1] - queries[0] or band[1] < keys[0] - queries[-1]:
+        return []
+    low, high = (None if abs(bound) >= FAR else bound for bound in band)
+    return [Slice(queries, keys, low, high)]

@@ -21,12 +21,12 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
-from armillary.attention.parts import SequenceContext, current_sequence, gather_integers, sequence_axis
+from armillary.attention.parts import SequenceContext, TensorCache, current_sequence, gather_integers, sequence_axis
 from armillary.core import Axis, SequenceLayout, short_convolution
 from armillary.core.parts import compat
+from armillary.integrations.transformers.interface import method_of
 
 OPTION = "armillary_sequence"
 """Name of the option that carries the `StateSequence` from a model to its layers."""
@@ -207,24 +207,20 @@ class StateHook:
     """Pre-forward hook of a model: adds the option `OPTION`, a `StateSequence`, for its layers with a state.
 
     Args:
-        method_of: returns the method that a config selects, or None.
         check_modules: called once per model, with the model and the number of shards; raises ValueError for modules
             that cannot be sharded.
     """
 
-    def __init__(
-        self, method_of: Callable[[Any], Method | None], check_modules: Callable[[nn.Module, int], None]
-    ) -> None:
-        self.method_of, self.check_modules = method_of, check_modules
+    def __init__(self, check_modules: Callable[[nn.Module, int], None]) -> None:
+        self.check_modules = check_modules
         self.checked_models: WeakSet[nn.Module] = WeakSet()
-        self.checked_positions: Any = WeakTensorKeyDictionary()
-        """Position ids that passed `_check_positions` -> (version, layout)."""
+        self.checked_positions = TensorCache()
 
     @compat.never_traced  # it communicates
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A submodel has this hook too. The outer model may have passed it the option of its own hook already. On one
         # rank, outside of `sequence`, the original functions run.
-        method = self.method_of(model.config)
+        method = method_of(model.config)
         if method is None or OPTION in kwargs or (current_sequence() is None and method.shards == 1):
             return None
         if model not in self.checked_models:
@@ -237,23 +233,22 @@ class StateHook:
         if mask is None and context.documents is not None:
             mask = AttentionMask(documents=context.documents)
         if mask is None and kwargs.get("position_ids") is not None:
-            self._check_positions(method, layout, kwargs["position_ids"])
+            ids = kwargs["position_ids"]
+            self.checked_positions.get(ids, layout, lambda: _check_positions(method, layout, ids))
         if not _takes_options(type(model)):  # the hooks of its submodels add the option
             return None
         return args, {**kwargs, OPTION: StateSequence(layout, sequence_axis(method), mask)}
 
-    def _check_positions(self, method: Method, layout: SequenceLayout, position_ids: Tensor) -> None:
-        """Raises ValueError on every rank unless position ids are those of one document that starts at 0.
 
-        Only attention finds documents in position ids.
-        """
-        if self.checked_positions.get(position_ids) == (position_ids._version, layout):
-            return
-        expected = layout.positions(method.shard).to(position_ids.device)
-        differs = not bool((position_ids.reshape(-1, len(expected)) == expected).all())
-        if any(flag for (flag,) in gather_integers([[int(differs)]], method)):
-            raise ValueError(
-                "position_ids are not those of one document from position 0 on, and layers with a state do not take "
-                "documents from them: give documents= to cp.shard or to `sequence`"
-            )
-        self.checked_positions[position_ids] = position_ids._version, layout
+def _check_positions(method: Method, layout: SequenceLayout, position_ids: Tensor) -> None:
+    """Raises ValueError on every rank unless position ids are those of one document that starts at 0.
+
+    Only attention finds documents in position ids.
+    """
+    expected = layout.positions(method.shard).to(position_ids.device)
+    differs = not bool((position_ids.reshape(-1, len(expected)) == expected).all())
+    if any(flag for (flag,) in gather_integers([[int(differs)]], method)):
+        raise ValueError(
+            "position_ids are not those of one document from position 0 on, and layers with a state do not take "
+            "documents from them: give documents= to cp.shard or to `sequence`"
+        )

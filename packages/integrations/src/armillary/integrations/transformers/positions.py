@@ -1,0 +1,163 @@
+"""Positions on shards where models derive more from them than transformers can know from one shard.
+
+- M-RoPE: position ids [3, B, T], the time, height and width of each token. Such a model also takes position ids [B, T]
+  and repeats them for each axis, as is right for text. Tokens of images then get other positions than transformers
+  computes for them. So ids [B, T] beside images are refused.
+- RoPE of type `dynamic` and `longrope`: its frequencies depend on the last position of the sequence. transformers
+  derives these frequencies from the largest position id of a call. On a shard that is the shard's.
+- Llama 4: layers without RoPE scale queries by position, counted from the shard's first token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from inspect import currentframe, getsource, signature, unwrap
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from armillary.attention.parts import find_axes, gather_integers, in_backward
+from armillary.core.parts import compat
+from armillary.integrations.transformers.interface import method_of, sharded_modules, shards_of
+
+REPEATS_POSITIONS = re.compile(r"position_ids\.(ndim|dim\(\)) == 2")
+"""Matches the source of a forward that repeats position ids [B, T] for each axis."""
+
+IMAGE_ARGUMENTS = re.compile("pixel_values|image_|video_|visual_|deepstack_|mm_|input_features")
+"""Matches the start of names of arguments that models of transformers get beside images, videos and sound."""
+
+
+def repeats_positions(model: Any) -> bool:
+    """Returns True for a class with M-RoPE that takes position ids [B, T] too."""
+    try:
+        return REPEATS_POSITIONS.search(getsource(unwrap(model.forward))) is not None
+    except (OSError, TypeError):
+        return False
+
+
+@compat.outside_graphs  # it communicates
+def check_image_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pre-forward hook of a model with M-RoPE that refuses position ids [B, T] beside images, on every rank.
+
+    Bytes sent in each forward with position ids: a `gather_integers` of one integer, because only some ranks may have
+    tokens of images.
+    """
+    method = method_of(model.config)
+    call = signature(model.forward).bind_partial(*args, **kwargs).arguments
+    position_ids = call.get("position_ids")
+    # A recomputation repeats a call that was checked in forward.
+    if method is None or not isinstance(position_ids, Tensor) or in_backward():
+        return
+    errors = [[int(position_ids.ndim == 2 and _has_images(call))]]
+    if find_axes(method) is not None:
+        errors = gather_integers(errors, method)
+    if any(is_error for (is_error,) in errors):
+        raise ValueError(
+            f"{type(model).__name__} gets position_ids [B, T] beside images or embeddings: it has M-RoPE, and tokens "
+            "of images have several positions. Pass [3, B, T]: `batch.take(position_ids, dim=2)` of those that "
+            "get_rope_index returns for whole rows, or position_ids.expand(3, -1, -1) for text alone"
+        )
+
+
+def _has_images(call: dict[str, Any]) -> bool:
+    """Returns True if a call of a text model, or a model around it, has images, or embeddings that may be of images.
+
+    Args:
+        call: arguments of the text model. A model around it makes the embeddings itself if it gets token ids.
+    """
+    calls = [call, *_outer_calls()]
+    for arguments in calls:
+        options = {**arguments, **arguments.get("kwargs", {})}
+        if any(IMAGE_ARGUMENTS.match(name) and _is_set(value) for name, value in options.items()):
+            return True
+    return calls[-1].get("input_ids") is None
+
+
+def _is_set(value: Any) -> bool:
+    """Returns False for an argument that is None or empty, or has zeros alone, such as the token types of text."""
+    return bool(value.any()) if isinstance(value, Tensor) else value is not None and value is not False and value != {}
+
+
+def _outer_calls() -> Iterator[dict[str, Any]]:
+    """Yields the arguments of the calls of models that are running around this one, the innermost first.
+
+    A text model gets embeddings alone, so token ids and images are read from the stack frames of its callers.
+    """
+    frame: FrameType | None = currentframe()
+    while frame is not None:
+        code, variables = frame.f_code, frame.f_locals
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        is_model = hasattr(type(variables.get("self")), "get_correct_attn_implementation")
+        if is_model and "input_ids" in parameters:
+            yield {name: variables.get(name) for name in (*parameters, "kwargs") if name in variables}
+        frame = frame.f_back
+
+
+def depends_on_last_position(rope: Any) -> bool:
+    """Returns True if a config's RoPE parameters, or a module's `rope_type`, name such a type for any layer."""
+    return any(name in repr(rope) for name in ("dynamic", "longrope"))  # transformers too looks for "dynamic" in a type
+
+
+HOOKED = "armillary_last_position"
+"""Attribute of modules that have their hooks already."""
+
+
+def give_last_position(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pre-forward hook of a model: gives its rotary modules the largest position id of all ranks of a sequence.
+
+    Around such a module, hooks add this position to the position ids [..., T], and drop its cosines and sines
+    [..., T + 1, D].
+
+    Bytes sent in each forward of a rotary module: a `gather_integers` of one integer.
+    """
+    if hasattr(model, HOOKED):
+        return
+    setattr(model, HOOKED, True)
+    for _, module in sharded_modules(model):
+        # The hook of a submodel may have come first.
+        if depends_on_last_position(getattr(module, "rope_type", None)) and not hasattr(module, HOOKED):
+            setattr(module, HOOKED, True)
+            module.register_forward_pre_hook(_append_last_position, with_kwargs=True)
+            module.register_forward_hook(_drop_last_position)
+
+
+@compat.never_traced  # it communicates
+def _append_last_position(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    method = method_of(module.config)
+    if method is None or method.shards == 1:
+        return None
+    ids: Tensor = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+    last = max(row[0] for row in gather_integers([[int(ids.max())]], method))
+    ids = torch.cat([ids, ids.new_full((*ids.shape[:-1], 1), last)], -1)
+    if "position_ids" in kwargs:
+        return args, {**kwargs, "position_ids": ids}
+    return (args[0], ids, *args[2:]), kwargs
+
+
+def _drop_last_position(module: Any, args: tuple[Any, ...], output: Tensor | tuple[Tensor, ...]) -> Any:
+    if shards_of(module.config) == 1:
+        return output
+    return output[..., :-1, :] if isinstance(output, Tensor) else tuple(x[..., :-1, :] for x in output)
+
+
+def scale_by_position(module: Any, query: Tensor, positions: Tensor) -> Tensor:
+    """Returns queries [B, H, T, D], in Llama 4's layers without RoPE scaled by their positions in the sequence [T].
+
+    The layer has already scaled its queries by their positions in the shard, so this multiplies by the ratio of the two
+    scales. Queries of other layers are returned unchanged.
+    """
+    if not getattr(module, "attn_temperature_tuning", None) or getattr(module, "use_rope", True):
+        return query
+    local_positions = torch.arange(len(positions), device=query.device)
+    local_scale, scale = (_scale(module, x.to(query.device)).double() for x in (local_positions, positions))
+    # In float32 or wider: a ratio of two bfloat16 scales would round twice.
+    ratio = (scale / local_scale).to(torch.promote_types(query.dtype, torch.float32))
+    return (query * ratio[:, None]).to(query.dtype)
+
+
+def _scale(module: Any, positions: Tensor) -> Tensor:
+    """Returns Llama 4's scale [T], constant over `floor_scale` positions ("Scalable-Softmax", arXiv 2501.19399)."""
+    return torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
