@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from armillary.core.balancing.cost import PositionRuns, token_hops
+from armillary.core.balancing.cost import PositionRuns, RingShares, token_hops
 from armillary.core.balancing.search import SEND_COST, balanced_spans
-from armillary.core.slices import Integers, KeyCounts, Sliced, Slices, mask_slices, mirror
+from armillary.core.slices import Integers, Sliced, Slices, mask_slices, mirror
 from armillary.core.spans import MAX_POSITION, Spans, cut, cut_spans, join_spans, missing_position, span_text
 from armillary.core.validation import check_bool, check_choice, check_dim, integer, number
 
@@ -347,13 +347,9 @@ def attention_balance(
     Raises:
         ValueError: `layout` is not a SequenceLayout; otherwise as `SequenceLayout.balanced`.
     """
-    if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-        raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
-    rows = _slices_by_row(layout.length, causal, window, documents, mask)
-    # `KeyCounts` counts the keys of each query. Keys are the queries of the mirrored mask, which counts by key.
-    counts = [KeyCounts.of(mirror(row) if check_bool("of_keys", of_keys) else row) for row in rows]
-    positions_by_shard = [layout.positions(shard).numpy() for shard in range(layout.shards)]
-    loads = [sum(int(row.at(positions).sum()) for row in counts) for positions in positions_by_shard]
+    rows = _slices_by_row(_length_of(layout), causal, window, documents, mask)
+    ring, runs = RingShares(layout.length, layout.shards, rows), PositionRuns.of_spans(layout.spans_by_shard)
+    loads: list[int] = ring.pairs_of_shards(runs)[int(check_bool("of_keys", of_keys))].tolist()
     return max(loads) * layout.shards / sum(loads) if any(loads) else 1.0
 
 
@@ -378,9 +374,7 @@ def attention_traffic(
     Raises:
         ValueError: `layout` is not a SequenceLayout; otherwise as `SequenceLayout.balanced`.
     """
-    if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-        raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
-    rows = _slices_by_row(layout.length, causal, window, documents, mask)
+    rows = _slices_by_row(_length_of(layout), causal, window, documents, mask)
     rows = [mirror(row) for row in rows] if check_bool("of_queries", of_queries) else rows
     return token_hops(PositionRuns.of_spans(layout.spans_by_shard), layout.shards, rows)
 
@@ -405,6 +399,13 @@ def _slices_by_row(
             f"mask is a {type(mask).__name__}; an attention mask is needed, or anything with slices(length)"
         )
     return mask.slices(length)
+
+
+def _length_of(layout: object) -> int:
+    """Returns a layout's number of tokens. Raises ValueError if `layout` is something else."""
+    if not isinstance(layout, SequenceLayout):
+        raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
+    return layout.length
 
 
 def _check_sizes(length: int, shards: int) -> tuple[int, int]:

@@ -163,11 +163,6 @@ class KeyCounts:
         none = np.zeros(1, dtype=np.int64)  # piece 0: no pairs before the first start
         return cls(starts, *(np.concatenate((none, x.cumsum())) for x in (slopes, constants, sums)))
 
-    def at(self, positions: Integers) -> Integers:
-        """Returns the number of keys that the queries at these positions see."""
-        piece = np.searchsorted(self.starts, positions, side="right")
-        return self.slopes[piece] * positions + self.constants[piece]
-
     def before(self, positions: Integers) -> Integers:
         """Returns the number of (query, key) pairs of all queries before each of these positions."""
         piece = np.searchsorted(self.starts, positions, side="right")

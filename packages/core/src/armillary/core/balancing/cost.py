@@ -109,8 +109,7 @@ class RingShares:
 
     def pairs_before(self, positions: Integers) -> Integers:
         """Returns the pairs of all queries, and of all keys, before each position [n]: [2, n]."""
-        pairs = [np.sum([row.before(positions) for row in side], axis=0) for side in self._key_counts]
-        return np.array(pairs, dtype=np.int64)
+        return np.array([np.sum([row.before(positions) for row in side], axis=0) for side in self._key_counts])
 
     @cached_property
     def shares(self) -> Floats:
@@ -121,7 +120,7 @@ class RingShares:
     def before(self, positions: Integers) -> Floats:
         """Returns the tokens before each position [n], and the pairs by each side, in shares: [1 + sides, n]."""
         pairs = self.pairs_before(positions)[list(self.sides)]
-        return np.vstack((positions / self.shares[0], pairs / self.shares[1]))
+        return np.vstack((positions / self.shares[0], (pairs / self.shares[1]).astype(np.float64)))
 
     @cached_property
     def ends(self) -> Integers:
@@ -144,9 +143,9 @@ class RingShares:
 
     def pairs_of_shards(self, layout: PositionRuns) -> Integers:
         """Returns the pairs of each shard's queries, and of its keys: [2, shards]."""
-        pairs = np.zeros((2, self.shards), np.int64)
-        for side, before in zip(pairs, self.pairs_before(layout.ends), strict=True):
-            np.add.at(side, layout.owners, np.diff(before))
+        sizes = np.diff(self.pairs_before(layout.ends))
+        pairs = np.zeros((2, self.shards), sizes.dtype)  # Python's integers for sequences of billions of tokens
+        np.add.at(pairs, (slice(None), layout.owners), sizes)
         return pairs
 
     def candidate(self, layout: PositionRuns) -> Candidate:
