@@ -67,7 +67,8 @@ class TokenRuns:
         """Returns the pairs of the tokens between consecutive `ends`, from 0 to `size` [n + 1]: [2, n]."""
         starts, stops, chunk = self.pieces(ends)
         pairs = np.zeros((2, len(ends) - 1), np.int64)
-        np.add.at(pairs, (slice(None), chunk), (ring.pairs_before(stops) - ring.pairs_before(starts)).astype(np.int64))
+        for side, sizes in zip(pairs, ring.pairs_before(stops) - ring.pairs_before(starts), strict=True):
+            np.add.at(side, chunk, sizes.astype(np.int64))
         return pairs
 
 

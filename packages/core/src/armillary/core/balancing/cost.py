@@ -145,7 +145,8 @@ class RingShares:
         """Returns the pairs of each shard's queries, and of its keys: [2, shards]."""
         sizes = np.diff(self.pairs_before(layout.ends))
         pairs = np.zeros((2, self.shards), sizes.dtype)  # Python's integers for sequences of billions of tokens
-        np.add.at(pairs, (slice(None), layout.owners), sizes)
+        for side, side_sizes in zip(pairs, sizes, strict=True):
+            np.add.at(side, layout.owners, side_sizes)
         return pairs
 
     def candidate(self, layout: PositionRuns) -> Candidate:
