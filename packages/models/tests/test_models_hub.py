@@ -5,11 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from hub_folders import SMALL, attend, build, edit_tensors, same, split
 from safetensors.torch import load_file
 
 from armillary.models import Llama, pretrained_config
+from armillary.models.parts import tensor_bytes
 
 NAMES = {
     "model.embed_tokens.weight": (11, 8),
@@ -43,6 +45,19 @@ def test_a_round_trip_keeps_config_bits_and_dtype(tmp_path, config, dtype):
     assert same(loaded, model)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     assert torch.equal(loaded(ids), model(ids))
+
+
+def test_files_equal_those_of_the_safetensors_library():
+    tensors = {
+        "b": torch.arange(3.0),
+        "a": torch.arange(4.0)[::2],
+        "empty": torch.empty(0, 2),
+        "scalar": torch.tensor(7),
+    }
+    tensors |= {"half": torch.arange(5, dtype=torch.bfloat16), "byte": torch.arange(5, dtype=torch.uint8)}
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    content = b"".join(tensor_bytes(tensors, {"format": "pt"}))
+    assert content == safetensors.torch.save(contiguous, {"format": "pt"})
 
 
 def test_names_and_shapes_equal_hugging_faces(folder):
@@ -95,11 +110,11 @@ def test_saving_keeps_unrelated_files_and_removes_temporary_ones(folder):
 
 
 def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
-    def fail(tensors, path, metadata):
-        path.write_text("half")
+    def fail(tensors, metadata):
+        yield b"half"
         raise OSError("disk full")
 
-    monkeypatch.setattr("armillary.models.hub.write.save_file", fail)
+    monkeypatch.setattr("armillary.models.hub.write.tensor_bytes", fail)
     with pytest.raises(OSError, match="disk full"):
         build(dtype=torch.bfloat16).save_pretrained(folder)
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from armillary.core import CommLedger
 from armillary.models import GPT, GPTConfig, LinearScaling, Llama, LlamaConfig, load_pretrained
-from armillary.models.hub import read
+from armillary.models.hub.safetensors import TensorEntry
 
 Config = LlamaConfig | GPTConfig
 
@@ -34,11 +34,11 @@ def load_and_compare_case(config: Config, axes: dict[str, int], folder: str) -> 
     model, expected = empty(config, axes), full(config, axes)
     pieces = []
 
-    def read_and_keep(entry, index, read_box=read.read_box):
-        pieces.append(read_box(entry, index))
+    def read_and_keep(entry, box, read=TensorEntry.read):
+        pieces.append(read(entry, box))
         return pieces[-1]
 
-    with patch.object(read, "read_box", read_and_keep), CommLedger() as ledger:
+    with patch.object(TensorEntry, "read", read_and_keep), CommLedger() as ledger:
         load_pretrained(model, folder)
     assert ledger.bytes() == 0
     wrong = [

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 
 from armillary.core.testing import mesh
 from armillary.models import Llama, load_pretrained
-from armillary.models.hub import folder as files
 from armillary.models.hub import write
 
 LIMIT = 700
@@ -90,7 +89,7 @@ class LiveBytes:
 
 def peak_while_saving(config, folder: str) -> tuple[int, list[str]]:
     model, live_bytes, written = full(config, {"shard": 4}), LiveBytes(), []
-    full_values, assemble, write_weights = write.full_values, write.assemble, write.write_weights
+    full_values, assemble, write_partial = write.full_values, write.assemble, write.write_partial
 
     def gather_and_count(tensor, dtype):
         return live_bytes.add(full_values(tensor, dtype))
@@ -99,14 +98,15 @@ def peak_while_saving(config, folder: str) -> tuple[int, list[str]]:
         values = assemble(file_tensor, is_kept)
         return values if values is None else live_bytes.add(values)
 
-    def write_and_list(path, tensors):
-        written.append(path.name)
-        write_weights(path, tensors)
+    def write_and_list(path, pieces):
+        if path.suffix == ".safetensors":
+            written.append(path.name)
+        write_partial(path, pieces)
 
     with (
         patch.object(write, "full_values", gather_and_count),
         patch.object(write, "assemble", assemble_and_count),
-        patch.object(write, "write_weights", write_and_list),
+        patch.object(write, "write_partial", write_and_list),
     ):
         model.save_pretrained(folder, max_file_bytes=LIMIT)
     return live_bytes.peak, written
@@ -123,10 +123,10 @@ def test_all_ranks_write_and_hold_at_most_one_file_and_one_tensor(worlds, tmp_pa
 
 def error_of_a_full_disk(folder: str, rank: int, name: str) -> str:
     """The error on this rank when `rank` cannot write the file of that name."""
-    write_partial = files.write_partial
+    write_partial = write.write_partial
 
-    def full_disk(path, save):
-        write_partial(path, save)
+    def full_disk(path, pieces):
+        write_partial(path, pieces)
         if dist.get_rank() == rank and path.name.startswith(name):
             raise OSError("disk full")
 
@@ -134,7 +134,7 @@ def error_of_a_full_disk(folder: str, rank: int, name: str) -> str:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    with patch.object(files, "write_partial", full_disk), pytest.raises(OSError) as error:
+    with patch.object(write, "write_partial", full_disk), pytest.raises(OSError) as error:
         model.save_pretrained(folder, max_file_bytes=500)
     dist.barrier()
     return str(error.value)

@@ -9,7 +9,7 @@ from hub_folders import SMALL, attend, build, edit_config, same
 from safetensors.torch import load_file
 
 from armillary.models import GPT, GPTConfig, Llama, initialize
-from armillary.models.hub import folder as files
+from armillary.models.hub import write as files
 
 GPT_SMALL = GPTConfig(vocab_size=13, dim=8, layers=2, heads=2, max_positions=16)
 LIMIT = 600
@@ -75,8 +75,8 @@ def test_a_failed_save_leaves_the_old_folder(tmp_path, monkeypatch, failing):
     before = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
     plainly = files.write_partial
 
-    def full(path, save):
-        plainly(path, save)
+    def full(path, pieces):
+        plainly(path, pieces)
         if path.name.startswith(failing):
             raise OSError("disk full")
 

@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import tomllib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TypeGuard, cast
@@ -111,6 +111,15 @@ def writing(path: Path) -> Generator[None]:
         if error.errno is not None and error.filename is None:
             error.filename = str(path)
         raise
+
+
+def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Writes a file and flushes it to disk, so that it is complete once it is renamed, even after a crash."""
+    with path.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:

@@ -20,6 +20,7 @@ from armillary.core.files import (
     parse_toml,
     read_file,
     read_json,
+    write_synced,
     write_whole,
     writing,
 )

@@ -10,9 +10,9 @@ from armillary.models.activation_checkpoint.offload import simulated_stream
 from armillary.models.activation_checkpoint.policy import Policy
 from armillary.models.activation_checkpoint.segments import Keep, best_input_count
 from armillary.models.config import one_block
-from armillary.models.hub.configs import describe, parse
-from armillary.models.hub.folder import CONFIG, ends_of_text, weight_map
-from armillary.models.hub.tensors import parameter_shapes
+from armillary.models.hub.configs import CONFIG, describe, ends_of_text, parse
+from armillary.models.hub.read import parameter_shapes, weight_map
+from armillary.models.hub.safetensors import DTYPES, SUFFIX, TensorEntry, open_tensors, split, tensor_bytes
 from armillary.models.initialization import meta_model
 from armillary.models.layers.projections import HeadProjections
 from armillary.models.layers.state_mixers import STATE_MIXERS, Recurrence

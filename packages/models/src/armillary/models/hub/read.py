@@ -1,11 +1,15 @@
-"""Reads parameters from safetensors files. Each rank reads the bytes of its own shards, without communication.
+"""Reads parameters from the safetensors files of a Hugging Face folder.
 
-Every rank checks the headers of all files first, so that all ranks refuse a bad folder before any parameter changes.
+Each rank reads the bytes of its own shards, without communication. Every rank checks the headers of all files first, so
+that all ranks refuse a bad folder before any parameter changes. In GPT-2's files, weights are transposed and q, k and v
+fused: each parameter is a slice of a file's tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+import os
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -13,27 +17,157 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from armillary.core.parts import file_size
-from armillary.models.config import GPTConfig, LlamaConfig
-from armillary.models.hub.folder import CONFIG, INDEX, WEIGHTS, weight_map
-from armillary.models.hub.tensors import DTYPES, FileSlice, Names, file_slices, names_of, parameter_shapes
+from armillary.core.parts import is_file_name, read_json
+from armillary.models.config import GPTConfig, LlamaConfig, one_block
+from armillary.models.hub.configs import CONFIG
+from armillary.models.hub.safetensors import DTYPES, TensorEntry, open_tensors
 from armillary.models.parameter_shards import Box, local_part
+from armillary.models.state_config import Mixer
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Suffixes of weights that are pickles, which are never read."""
+
+FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
+"""Names of the data types that parameters may have in files."""
 
 MAX_FAULTS = 8
 """Largest number of faults that an error lists. Of further faults it gives only the number."""
 
+FUSED = re.compile(r"(.*\.attn\.)([qkv])_proj\.(weight|bias)")
+"""Names of GPT parameters that are parts of one tensor in files, `c_attn`."""
+TRANSPOSED = re.compile(r".*\.(q_proj|k_proj|v_proj|c_proj|c_fc)\.weight")
+"""Names of GPT parameters that are transposed in files."""
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def has_weights(folder: Path) -> bool:
+    return (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
+
+
+def weight_map(folder: Path) -> dict[str, str] | None:
+    """Returns the file of each tensor, as the index lists it. None if there is one file with all weights.
+
+    With both, the index is ignored, as by `transformers`.
+
+    Raises:
+        ValueError: file and index are missing, or the index does not map names to files of this folder.
+    """
+    if not has_weights(folder):
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLES) if folder.is_dir() else []
+        hint = f"; {pickles[0]} is a pickle, and only safetensors are read" if pickles else ""
+        raise ValueError(f"{folder} has neither {WEIGHTS} nor {INDEX}{hint}")
+    if (folder / WEIGHTS).is_file():
+        return None
+    files = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(files, dict):
+        raise ValueError(f"{folder / INDEX} lacks weight_map")
+    for name, file in cast("dict[str, object]", files).items():
+        if not is_file_name(file):
+            raise ValueError(f"{folder / INDEX} has {name} in {file!r}, which is no file's name")
+        if not os.path.isfile(folder / file):
+            raise ValueError(f"{folder / INDEX} has {name} in {file}, and there is no such file")
+    return cast("dict[str, str]", files)
+
+
+# -- slices of files' tensors -----------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """A tensor of an open file, as the file's header describes it: its name in the file, shape and dtype."""
+class FileSlice:
+    """The slice of a tensor in a file that contains one parameter of the model.
 
-    file: Any
-    key: str
+    Args:
+        name: name of the tensor in the file.
+        shape: shape of the tensor in the file.
+        start: first index of the parameter along the file tensor's last dim.
+        transposed: True if the file has the parameter's two dims exchanged.
+    """
+
+    name: str
     shape: tuple[int, ...]
-    dtype: str
+    start: int = 0
+    transposed: bool = False
+
+    def index(self, box: Box) -> Box:
+        """Converts a box of the parameter to a box of the file's tensor."""
+        *leading_dims, last = reversed(box) if self.transposed else box
+        return (*leading_dims, slice(last.start + self.start, last.stop + self.start))
+
+    def transpose(self, x: Tensor) -> Tensor:
+        """Converts between the order of dims in the file and in the parameter."""
+        return x.T if self.transposed else x
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names of a family's tensors in files.
+
+    Args:
+        prefix: prefix of all names except the head's. In folders of models without a head, names do not have it.
+        ignored: tensors that are not read, because the config determines their values.
+    """
+
+    prefix: str
+    ignored: re.Pattern[str]
+
+
+LLAMA = Names("model.", re.compile(r".*rotary_emb\.inv_freq"))
+GPT2 = Names("transformer.", re.compile(r".*\.attn\.(bias|masked_bias)"))
+
+
+def names_of(config: LlamaConfig | GPTConfig) -> Names:
+    return GPT2 if isinstance(config, GPTConfig) else LLAMA
+
+
+def parameter_shapes(build: Callable[[Any], nn.Module], config: LlamaConfig | GPTConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the parameters of the config's model, by name.
+
+    Builds a model of one block for each mixer, on "meta", and repeats the block's shapes for all layers with the mixer.
+
+    Args:
+        build: builds a model from a config.
+    """
+    layers_by_mixer: dict[Mixer | None, list[int]] = {}
+    for layer in range(config.layers):
+        mixer = config.mixer_of(layer) if isinstance(config, LlamaConfig) else None
+        layers_by_mixer.setdefault(mixer, []).append(layer)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for mixer, layers in layers_by_mixer.items():
+        with torch.device("meta"):
+            model = build(one_block(config, mixer))
+        for name, tensor in model.state_dict().items():
+            before, index, after = name.partition(".0.")  # only names of parameters in blocks have a number
+            for layer in layers if index else layers[:1]:
+                shapes[f"{before}.{layer}.{after}" if index else name] = tuple(tensor.shape)
+    return shapes
+
+
+def file_slices(config: LlamaConfig | GPTConfig, shapes: Mapping[str, Sequence[int]]) -> dict[str, FileSlice]:
+    """Returns the slice of a file's tensor that each parameter is, from the parameters' names and shapes."""
+    slice_of = gpt_file_slice if isinstance(config, GPTConfig) else FileSlice
+    return {name: slice_of(name, tuple(shape)) for name, shape in shapes.items()}
+
+
+def gpt_file_slice(name: str, shape: tuple[int, ...]) -> FileSlice:
+    """Returns the slice of one GPT parameter. In files, linear weights are [inputs, outputs], and q, k, v one layer."""
+    transposed = TRANSPOSED.fullmatch(name) is not None
+    *leading_dims, width = reversed(shape) if transposed else shape
+    if match := FUSED.fullmatch(name):
+        before, projection, kind = match.groups()
+        return FileSlice(
+            f"{before}c_attn.{kind}", (*leading_dims, 3 * width), "qkv".index(projection) * width, transposed
+        )
+    return FileSlice(name, (*leading_dims, width), 0, transposed)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def read_tensors(
@@ -49,7 +183,7 @@ def read_tensors(
 
     Raises:
         ValueError: a file is missing or broken, or a tensor is missing, unexpected, of another shape or of no dtype of
-            `DTYPES`. The error names the file or tensor.
+            `FLOATS`. The error names the file or tensor.
     """
     tensors: dict[str, Tensor] = {}
     expected_slices = file_slices(config, shapes)
@@ -89,12 +223,7 @@ def part_of(entries: Mapping[str, TensorEntry], file_slice: FileSlice, box: Box)
         file_slice: the slice of a file's tensor that the parameter is.
         box: a box of the parameter.
     """
-    return file_slice.transpose(read_box(entries[file_slice.name], file_slice.index(box)))
-
-
-def read_box(entry: TensorEntry, index: Box) -> Tensor:
-    """Reads a box of a file's tensor. No other function reads tensor data."""
-    return cast(Tensor, entry.file.get_slice(entry.key)[index])
+    return file_slice.transpose(entries[file_slice.name].read(file_slice.index(box)))
 
 
 @contextmanager
@@ -105,7 +234,10 @@ def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]
         files = [WEIGHTS] if index is None else sorted(set(index.values()))
         entries: dict[str, TensorEntry] = {}
         for file in files:
-            file_entries = open_file(folder / file, stack)
+            try:
+                file_entries, _ = open_tensors(folder / file, stack)
+            except (OSError, SafetensorError, MemoryError) as error:
+                raise ValueError(f"cannot read {folder / file}: {getattr(error, 'strerror', None) or error}") from error
             if index is not None:
                 # The index decides where a tensor is. If it lists another file for a tensor, the tensor is skipped
                 # here. If it lists this file and the tensor is not there, that is an error.
@@ -122,7 +254,7 @@ def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]
 
 
 def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected_slices: Mapping[str, FileSlice]) -> None:
-    """Raises ValueError unless entries have the names and shapes of `expected_slices`, and dtypes of `DTYPES`."""
+    """Raises ValueError unless entries have the names and shapes of `expected_slices`, and dtypes of `FLOATS`."""
     if faults := list(
         differences(entries, {file_slice.name: file_slice.shape for file_slice in expected_slices.values()})
     ):
@@ -144,20 +276,6 @@ def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable
         check_entries(folder, entries, file_slices(config, parameter_shapes(build, config)))
 
 
-def open_file(path: Path, stack: ExitStack) -> dict[str, TensorEntry]:
-    """Opens a safetensors file and returns its tensors by name. `stack` closes the file."""
-    try:
-        file_size(path)  # raises for a FIFO or a device
-        file: Any = stack.enter_context(safe_open(path, framework="pt"))
-        entries: dict[str, TensorEntry] = {}
-        for key in cast(Iterable[str], file.keys()):
-            header = file.get_slice(key)
-            entries[key] = TensorEntry(file, key, tuple(header.get_shape()), header.get_dtype())
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
-    return entries
-
-
 def differences(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
     """Yields a message for each missing or unexpected name, and each unexpected shape or dtype."""
     yield from (f"{name} is missing" for name in shapes if name not in entries)
@@ -166,8 +284,8 @@ def differences(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[i
             yield f"{name} is not part of the model"
         elif entry.shape != shapes[name]:
             yield f"{name} is {entry.shape}, not {shapes[name]}"
-        elif entry.dtype not in DTYPES:
-            yield f"{name} is {entry.dtype}, not one of {', '.join(DTYPES)}"
+        elif entry.dtype not in FLOATS:
+            yield f"{name} is {entry.dtype}, not one of {', '.join(FLOATS)}"
 
 
 def join_faults(faults: list[str], separator: str = ", ") -> str:

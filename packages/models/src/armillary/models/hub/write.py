@@ -7,9 +7,10 @@ temporary names beside the old ones. When all new files are complete, they repla
 
 from __future__ import annotations
 
-import os
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -17,20 +18,39 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from armillary.core.parts import read_file, read_json
+from armillary.core.parts import read_file, read_json, write_synced, writing
 from armillary.models.config import GPTConfig, LlamaConfig
-from armillary.models.hub import folder as files
-from armillary.models.hub.configs import describe
-from armillary.models.hub.folder import CONFIG, INDEX, TOKENIZER, WEIGHTS
-from armillary.models.hub.tensors import DTYPES, FileSlice, file_slices
+from armillary.models.hub.configs import CONFIG, GENERATION, describe
+from armillary.models.hub.read import INDEX, WEIGHTS, FileSlice, file_slices
+from armillary.models.hub.safetensors import DTYPES, SUFFIX, split, tensor_bytes
 
 MAX_FILE_BYTES = 5 * 10**9
 """The default of `save_pretrained` in `transformers`."""
+
+FLOAT_DTYPES = [dtype for dtype in DTYPES.values() if dtype.is_floating_point]
+"""Data types that weights may have."""
+
+WEIGHT_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+"""The names that `save_pretrained` gives to files of weights."""
+
+PARTIAL = ".partial"
+"""Suffix of a file that is being written. The complete file is renamed to the name without it."""
+
+TOKENIZER = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "chat_template.jinja",
+    GENERATION,
+)
+"""Files that `save_pretrained` copies from the folder of the model's original weights."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +61,6 @@ class FileTensor:
         sources: the model's parameters that are joined into it, in order, each with its slice of this tensor.
     """
 
-    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     sources: list[tuple[FileSlice, Tensor]]
@@ -64,24 +83,46 @@ def save(
     Args:
         tensors: the model's parameters by name.
     """
-    # 1. Divide the tensors into files. Every rank computes the same division and the same file names.
     ranks = SavingRanks.of(tensors.values())
     ranks.run(lambda: check(tensors, source, dtype, max_file_bytes))
+    # 1. Divide the tensors into files. Every rank computes the same division and the same file names.
     file_tensors = tensors_of_files(config, tensors, dtype)
-    config_fields = describe(config, next(iter(file_tensors)).dtype)
-    files_by_name = name_files(split(file_tensors, max_file_bytes))
+    first_dtype = next(iter(file_tensors.values())).dtype
+    describe(config, first_dtype)  # raises, before anything is written, if no family has this config
+    groups = split(file_tensors, max_file_bytes)
+    names = [f"model-{i:05d}-of-{len(groups):05d}{SUFFIX}" for i in range(1, len(groups) + 1)]
+    names = [WEIGHTS] if len(groups) == 1 else names
     target = Path(folder)
+    files = {name: {key: file_tensors[key] for key in group} for name, group in zip(names, groups, strict=True)}
     try:
         # 2. Write the files under temporary names, in rounds of one file per rank.
         ranks.run(lambda: target.mkdir(parents=True, exist_ok=True))
-        for first in range(0, len(files_by_name), ranks.size):
-            write_round(target, dict(list(files_by_name.items())[first : first + ranks.size]), ranks)
-        # 3. Rank 0 replaces the old files.
-        ranks.run(lambda: ranks.rank or commit(target, files_by_name, config, config_fields, source))
+        for first in range(0, len(names), ranks.size):
+            write_round(target, dict(list(files.items())[first : first + ranks.size]), ranks)
+        # 3. Rank 0 writes the other files, and replaces the old ones.
+        ranks.run(lambda: ranks.rank or commit(target, files, other_files(config, first_dtype, source, target)))
     finally:
         # After an error, this rank's temporary files are still there. After the commit there are none.
-        for name in list(files_by_name)[ranks.rank :: ranks.size]:
-            files.discard(target / name)
+        for name in names[ranks.rank :: ranks.size]:
+            discard(target / name)
+
+
+def write_round(target: Path, files: Mapping[str, Mapping[str, FileTensor]], ranks: SavingRanks) -> None:
+    """Gathers the tensors of at most one file per rank, then writes the files concurrently. Collective.
+
+    Args:
+        files: rank i writes the i-th of these files.
+    """
+    own_tensors: dict[str, Tensor] = {}
+    # The gathers are collective: every rank takes part in all of them, in the same order.
+    for writing_rank, file_tensors in enumerate(files.values()):
+        for name, file_tensor in file_tensors.items():
+            values = assemble(file_tensor, is_kept=writing_rank == ranks.rank)
+            if values is not None:
+                own_tensors[name] = values
+            del values  # frees the values before the next tensor is gathered
+    path = target / list(files)[ranks.rank] if ranks.rank < len(files) else None
+    ranks.run(lambda: path and write_partial(path, tensor_bytes(own_tensors, {"format": "pt"})))
 
 
 def check(
@@ -94,8 +135,8 @@ def check(
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise ValueError(f"cannot save {name}: it has no data")
-        if (dtype or tensor.dtype) not in DTYPES.values():
-            raise ValueError(f"cannot save {name} as {dtype or tensor.dtype}; one of {list(DTYPES.values())} is needed")
+        if (dtype or tensor.dtype) not in FLOAT_DTYPES:
+            raise ValueError(f"cannot save {name} as {dtype or tensor.dtype}; one of {FLOAT_DTYPES} is needed")
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes={max_file_bytes}: at least 1 is needed")
     if source is not None and not Path(source).is_dir():
@@ -104,57 +145,15 @@ def check(
 
 def tensors_of_files(
     config: LlamaConfig | GPTConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype | None
-) -> list[FileTensor]:
-    """Returns the tensors of all files, in the model's order."""
+) -> dict[str, FileTensor]:
+    """Returns the tensors of all files by name, in the model's order."""
     slices_by_name = file_slices(config, {name: tensor.shape for name, tensor in tensors.items()})
     file_tensors: dict[str, FileTensor] = {}
     for name, file_slice in slices_by_name.items():
         file_dtype = tensors[name].dtype if dtype is None else dtype
-        file_tensor = file_tensors.setdefault(
-            file_slice.name, FileTensor(file_slice.name, file_slice.shape, file_dtype, [])
-        )
+        file_tensor = file_tensors.setdefault(file_slice.name, FileTensor(file_slice.shape, file_dtype, []))
         file_tensor.sources.append((file_slice, tensors[name]))
-    return list(file_tensors.values())
-
-
-def split(file_tensors: Sequence[FileTensor], max_file_bytes: int) -> list[list[FileTensor]]:
-    """Divides tensors into files as `transformers` does: in order, and a tensor above the limit has its own file."""
-    groups: list[list[FileTensor]] = []
-    current: list[FileTensor] = []
-    for tensor in file_tensors:
-        if tensor.nbytes > max_file_bytes:
-            groups.append([tensor])
-            continue
-        if sum(t.nbytes for t in current) + tensor.nbytes > max_file_bytes:
-            groups.append(current)
-            current = []
-        current.append(tensor)
-    return [*groups, current] if current else groups
-
-
-def name_files(groups: Sequence[list[FileTensor]]) -> dict[str, list[FileTensor]]:
-    """Returns the tensors of each file by the file's name."""
-    if len(groups) == 1:
-        return {WEIGHTS: groups[0]}
-    return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": file_tensors for i, file_tensors in enumerate(groups, 1)}
-
-
-def write_round(target: Path, files_by_name: Mapping[str, list[FileTensor]], ranks: SavingRanks) -> None:
-    """Gathers the tensors of at most one file per rank, then writes the files concurrently. Collective.
-
-    Args:
-        files_by_name: rank i writes the i-th of these files.
-    """
-    own_tensors: dict[str, Tensor] = {}
-    # The gathers are collective: every rank takes part in all of them, in the same order.
-    for writing_rank, file_tensors in enumerate(files_by_name.values()):
-        for tensor in file_tensors:
-            values = assemble(tensor, is_kept=writing_rank == ranks.rank)
-            if values is not None:
-                own_tensors[tensor.name] = values
-            del values  # frees the values before the next tensor is gathered
-    path = target / list(files_by_name)[ranks.rank] if ranks.rank < len(files_by_name) else None
-    ranks.run(lambda: path and write_weights(path, own_tensors))
+    return file_tensors
 
 
 def assemble(file_tensor: FileTensor, is_kept: bool) -> Tensor | None:
@@ -180,85 +179,86 @@ def full_values(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file under the temporary name of `path`."""
-
-    def save(partial: Path) -> None:
-        try:
-            save_file(tensors, partial, metadata={"format": "pt"})
-        except SafetensorError as error:
-            # For a full disk, safetensors raises its own exception, with the system's error number in the message.
-            match = re.search(r"os error (\d+)", str(error))
-            if match is None:
-                raise OSError(str(error)) from error
-            raise OSError(int(match[1]), os.strerror(int(match[1]))) from error
-
-    files.write_partial(path, save)
+def other_files(
+    config: LlamaConfig | GPTConfig, dtype: torch.dtype, source: str | PathLike[str] | None, target: Path
+) -> dict[str, bytes]:
+    """Returns the contents of `config.json` and of the tokenizer's files in `source`, by name."""
+    contents: dict[str, bytes] = {}
+    fields = None
+    if source is not None:
+        origin = Path(source)
+        fields = read_json(origin / CONFIG) if (origin / CONFIG).exists() else None
+        if origin.resolve() != target.resolve():
+            contents = {name: read_file(origin / name) for name in TOKENIZER if (origin / name).exists()}
+    return contents | {CONFIG: as_json(describe(config, dtype, fields))}
 
 
-def commit(
-    target: Path,
-    files_by_name: Mapping[str, list[FileTensor]],
-    config: LlamaConfig | GPTConfig,
-    config_fields: dict[str, Any],
-    source: str | PathLike[str] | None,
-) -> None:
-    """Renames the complete new files over the old ones: weights first, index and `config.json` last. Runs on one rank.
+def as_json(fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps(fields, indent=2) + "\n").encode()
 
-    During the renames a folder of several files has no index. So readers refuse it instead of mixing old and new files.
+
+def commit(target: Path, files: Mapping[str, Mapping[str, FileTensor]], contents: dict[str, bytes]) -> None:
+    """Writes index and other files, and renames all new files over the old ones. Runs on one rank.
+
+    Weights come first, index and `config.json` last. During the renames a folder of several files has no index. So
+    readers refuse it instead of mixing old and new files.
+
+    Args:
+        files: the tensors of each file of weights; these files are complete under their temporary names.
+        contents: contents of the other files, by name.
     """
-    write_functions = writers_of_other_files(target, files_by_name, config, config_fields, source)
-    old_weights = files.earlier_weights(target)
+    if len(files) > 1:
+        files_by_tensor = {name: file for file, tensors in files.items() for name in tensors}
+        total = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+        fields = {"metadata": {"total_size": total}, "weight_map": dict(sorted(files_by_tensor.items()))}
+        contents = contents | {INDEX: as_json(fields)}
+    # 1. Weights of an earlier save: `model.safetensors`, and the files that the index lists. Other files may not be
+    # from a save of ours, and must not be removed.
+    old_index: object = None
+    if (target / INDEX).is_file():
+        with suppress(ValueError):  # a broken index names no files
+            old_index = read_json(target / INDEX).get("weight_map")
+    indexed_files = map(str, cast(dict[str, Any], old_index).values()) if isinstance(old_index, dict) else ()
+    old_names = {name for name in (WEIGHTS, *indexed_files) if WEIGHT_NAME.fullmatch(name)}
     try:
-        # 1. The other files, under temporary names too.
-        for name, write in write_functions.items():
-            files.write_partial(target / name, write)
-        # 2. Before the renames, remove the index and, if several files replace it, the single file: without both,
+        # 2. The other files, under temporary names too.
+        for name, content in contents.items():
+            write_partial(target / name, [content])
+        # 3. Before the renames, remove the index and, if several files replace it, the single file: without both,
         # readers refuse the folder.
         (target / INDEX).unlink(missing_ok=True)
-        if len(files_by_name) > 1:
+        if len(files) > 1:
             (target / WEIGHTS).unlink(missing_ok=True)
-        for name in (*files_by_name, *write_functions):
-            files.replace_by_partial(target / name)
+        for name in (*files, *contents):
+            replace_by_partial(target / name)
     finally:
-        for name in write_functions:
-            files.discard(target / name)
-    # 3. Remove weights of an earlier save that no new file has replaced.
-    for name in old_weights - files_by_name.keys():
+        for name in contents:
+            discard(target / name)
+    # 4. Remove weights of an earlier save that no new file has replaced, and temporary files of a save that was killed.
+    for name in old_names.difference(files):
         (target / name).unlink(missing_ok=True)
-    for path in target.glob(f"*{files.PARTIAL}"):  # temporary files of a save that was killed
-        if files.WEIGHT_NAME.fullmatch(path.name.removesuffix(files.PARTIAL)):
+    for path in target.glob(f"*{PARTIAL}"):
+        if WEIGHT_NAME.fullmatch(path.name.removesuffix(PARTIAL)):
             path.unlink(missing_ok=True)
 
 
-def writers_of_other_files(
-    target: Path,
-    files_by_name: Mapping[str, list[FileTensor]],
-    config: LlamaConfig | GPTConfig,
-    config_fields: dict[str, Any],
-    source: str | PathLike[str] | None,
-) -> dict[str, Callable[[Path], object]]:
-    """Returns a function for each file except weights (tokenizer, config, index), which writes it to a path."""
-    write_functions: dict[str, Callable[[Path], object]] = {}
-    if source is not None:
-        origin = Path(source)
-        dtype = getattr(torch, config_fields["torch_dtype"])
-        fields = read_json(origin / CONFIG) if (origin / CONFIG).exists() else None
-        config_fields = describe(config, dtype, fields)
-        for name in TOKENIZER:
-            if (origin / name).exists() and origin.resolve() != target.resolve():
-                write_functions[name] = lambda path, file=origin / name: path.write_bytes(read_file(file))
-    write_functions[CONFIG] = lambda path: path.write_text(files.as_json(config_fields))
-    if len(files_by_name) > 1:
-        write_functions[INDEX] = lambda path: path.write_text(files.as_json(index(files_by_name)))
-    return write_functions
+def partial_path(path: Path) -> Path:
+    return path.with_name(path.name + PARTIAL)
 
 
-def index(files_by_name: Mapping[str, list[FileTensor]]) -> dict[str, Any]:
-    """Returns the contents of `model.safetensors.index.json`."""
-    file_names = {tensor.name: file for file, file_tensors in files_by_name.items() for tensor in file_tensors}
-    total = sum(tensor.nbytes for file_tensors in files_by_name.values() for tensor in file_tensors)
-    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_names.items()))}
+def write_partial(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """Writes the partial file of `path`, which `replace_by_partial` then renames to `path`."""
+    with writing(path):
+        write_synced(partial_path(path), pieces)
+
+
+def replace_by_partial(path: Path) -> None:
+    partial_path(path).replace(path)
+
+
+def discard(path: Path) -> None:
+    """Removes the partial file of `path`, if there is one."""
+    partial_path(path).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
