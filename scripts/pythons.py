@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -55,21 +54,17 @@ def start(version: str, interpreter: Path, checkpoint: Path) -> subprocess.Popen
 def exchange(checkpoint: Path) -> None:
     """Saves a checkpoint, waits until stdin is closed, and reads the checkpoints of all Pythons."""
     import torch
-    import torch.distributed.checkpoint as dcp
 
-    from armillary.train.checkpoint import SavePlanner
-    from armillary.train.checkpoint.reader import read_tensors
-    from armillary.train.checkpoint.writer import TensorWriter
+    from armillary.train.checkpoint.tensors import SavedTensors, save_tensors
 
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a single process saves
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
     tensors = {str(dtype): torch.arange(96).reshape(8, 12).to(dtype) for dtype in dtypes}
     checkpoint.mkdir()
-    dcp.save({"model": tensors}, storage_writer=TensorWriter(checkpoint), planner=SavePlanner(), no_dist=True)
+    save_tensors(checkpoint, {"model": tensors})
     print("saved", flush=True)
     sys.stdin.read()
     for other in sorted(checkpoint.parent.iterdir()):
-        values = read_tensors(other, os.listdir(other), "model")
+        values = SavedTensors(other, os.listdir(other)).read("model")
         if values.keys() != tensors.keys() or not all(torch.equal(values[name], tensors[name]) for name in tensors):
             sys.exit(f"Python {checkpoint.name} reads other values than Python {other.name} has written")
 

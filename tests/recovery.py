@@ -8,7 +8,7 @@ import torch
 from launches import TRAINER, Launch, agent
 
 from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.reader import read_tensors
+from armillary.train.checkpoint.tensors import SavedTensors
 
 STEPS = 16
 SMALL = (
@@ -51,7 +51,7 @@ def weights(run_folder: Path) -> dict[str, torch.Tensor]:
     return {
         f"{prefix}.{name}": tensor
         for prefix in ("model", "optimizer", "random")
-        for name, tensor in read_tensors(folder, files, prefix).items()
+        for name, tensor in SavedTensors(folder, files).read(prefix).items()
     }
 
 

@@ -116,21 +116,20 @@ def test_second_run_is_refused_until_orphaned_ranks_end(undisturbed, tmp_path):
 
 SLOW_SAVES = """
 import os, time
-from armillary.train.checkpoint.writer import TensorWriter
-from armillary.train.checkpoint import Checkpoints
+from armillary.train.checkpoint import Checkpoints, tensors
 
-start, write_data = Checkpoints.start, TensorWriter.write_data
+start, write_recorded = Checkpoints.start, tensors.write_recorded
 slow = int(os.environ["RANK"]) % 3 == 0 and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2
 
 def start_slowly(checkpoints, step):
     start(checkpoints, step)
     time.sleep(slow)
 
-def write_slowly(writer, plan, planner):
+def write_slowly(path, pieces):
     time.sleep(2 * slow)
-    return write_data(writer, plan, planner)
+    return write_recorded(path, pieces)
 
-Checkpoints.start, TensorWriter.write_data = start_slowly, write_slowly
+Checkpoints.start, tensors.write_recorded = start_slowly, write_slowly
 import forked_rank
 """
 

@@ -6,13 +6,19 @@ import signal
 from dataclasses import asdict
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import pytest
 
-from armillary.train.checkpoint.files import file_fault, read_checked, write_checked
 from armillary.train.checkpoint.folder import CheckpointFolder, steps_to_delete
-from armillary.train.checkpoint.reader import Damaged
-from armillary.train.checkpoint.writer import FileRecord, RecordedFile
+from armillary.train.checkpoint.manifest import (
+    Damaged,
+    FileRecord,
+    file_fault,
+    read_checked,
+    write_checked,
+    write_recorded,
+)
 
 fork = multiprocessing.get_context("fork")  # a forked process need not import torch
 
@@ -22,9 +28,8 @@ def save(folder: CheckpointFolder, step: int) -> None:
     folder.begin(step)
     files = {}
     for name in ("rank-0.safetensors", "rank-1.safetensors"):
-        with RecordedFile(folder.partial(step) / name, "x") as file:
-            file.write(f"{name} of {step}".encode() * 100)
-        files[name] = asdict(file.record)
+        pieces = [f"{name} of {step}".encode() * 100]
+        files[name] = asdict(write_recorded(folder.partial(step) / name, pieces))
     write_checked(folder.partial(step) / "about.json", {"tokens": 10 * step, "files": files})
     folder.complete(step)
 
@@ -140,9 +145,7 @@ def test_clear_removes_only_incomplete_checkpoints(folder):
 
 
 def test_a_file_records_its_size_and_checksum(tmp_path):
-    with RecordedFile(tmp_path / "file", "x") as file:
-        assert [file.write(part) for part in (b"abc", memoryview(bytes(10)), b"")] == [3, 10, 0]
-    assert file.record == FileRecord.of_file(tmp_path / "file") and file.record.size == 13
-    with RecordedFile("/dev/full", "w") as full, pytest.raises(OSError, match="No space left"):
-        full.write(b"abc")
-    assert full.record.size == 0
+    record = write_recorded(tmp_path / "file", [b"abc", memoryview(bytes(10)), b""])
+    assert record == FileRecord.of_file(tmp_path / "file") and record.size == 13
+    with pytest.raises(OSError, match="No space left"):
+        write_recorded(Path("/dev/full"), [b"abc"])

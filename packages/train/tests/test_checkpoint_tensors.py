@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from armillary.core.testing import mesh
-from armillary.train.checkpoint import LoadPlanner, SavePlanner
-from armillary.train.checkpoint.reader import Damaged, TensorReader, describe_tensor, load, read_tensors, saved_tensors
-from armillary.train.checkpoint.writer import FileRecord, TensorWriter
+from armillary.train.checkpoint import LoadPlanner
+from armillary.train.checkpoint.manifest import Damaged, FileRecord
+from armillary.train.checkpoint.tensors import SavedTensors, describe_tensor, save_tensors
+from armillary.train.parts import Ranks
 
 FILE = "rank-0.safetensors"
 TENSORS = {
@@ -36,18 +36,11 @@ TENSORS = {
 }
 
 
-def save(state: dict[str, Any], folder: Path, planner: SavePlanner | None = None) -> TensorWriter:
-    folder.mkdir(exist_ok=True)
-    writer = TensorWriter(folder)
-    dcp.save(state, storage_writer=writer, planner=planner or SavePlanner(), no_dist=True)
-    return writer
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     """A checkpoint of `TENSORS`, shared by read-only tests."""
     folder = tmp_path_factory.mktemp("saved")
-    save({"model": TENSORS}, folder)
+    save_tensors(folder, {"model": TENSORS})
     return folder
 
 
@@ -63,74 +56,46 @@ def same(tensors: dict[str, torch.Tensor]) -> bool:
 
 
 def test_tensors_are_restored_equally_and_torch_reads_them(saved):
-    assert same(read_tensors(saved, [FILE], "model"))
+    assert same(SavedTensors(saved, [FILE]).read("model"))
     into = {"model": {name: torch.empty_like(x) for name, x in TENSORS.items()}}
     dcp.load(into, storage_reader=dcp.HuggingFaceStorageReader(str(saved)), no_dist=True)
     assert same(into["model"])
-    descriptions = saved_tensors(saved, [FILE], "model.")
+    descriptions = SavedTensors(saved, [FILE]).describe("model.")
     assert descriptions == {f"model.{name}": describe_tensor(x.shape, x.dtype) for name, x in TENSORS.items()}
     assert descriptions["model.b"] == "(3,) of bfloat16"
-    assert read_tensors(saved, [FILE], "model", torch.float32)["b"].dtype == torch.float32
+    assert SavedTensors(saved, [FILE]).read("model", torch.float32)["b"].dtype == torch.float32
 
 
 def test_the_record_of_a_file_matches_the_disk(tmp_path):
-    writer = save({"model": TENSORS}, tmp_path)
-    assert writer.files == {FILE: FileRecord.of_file(tmp_path / FILE)}
+    assert save_tensors(tmp_path, {"model": TENSORS}) == {FILE: FileRecord.of_file(tmp_path / FILE)}
 
 
 def test_files_outside_of_the_manifest_are_not_touched(folder):
     shutil.copyfile(folder / FILE, folder / "rank-1.safetensors")
     (folder / "other.safetensors").write_bytes(b"text")
-    assert same(read_tensors(folder, [FILE], "model"))
+    assert same(SavedTensors(folder, [FILE]).read("model"))
 
 
 def test_many_tensors_are_split_into_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("armillary.train.checkpoint.writer.MAX_FILE_BYTES", 70)
-    files = save({"model": TENSORS}, tmp_path).files
-    assert files.keys() == {FILE, *(f"rank-0-{number}.safetensors" for number in (1, 2, 3))} == {*os.listdir(tmp_path)}
-    assert same(read_tensors(tmp_path, files, "model"))
-
-
-class TwoChunks(SavePlanner):
-    """Plans a second chunk of the first tensor."""
-
-    def create_local_plan(self):
-        plan = super().create_local_plan()
-        return replace(plan, items=[plan.items[0], *plan.items])
+    monkeypatch.setattr("armillary.train.checkpoint.tensors.MAX_FILE_BYTES", 70)
+    files = save_tensors(tmp_path, {"model": TENSORS})
+    assert files.keys() == {FILE, *(f"rank-0-{number}.safetensors" for number in (1, 2))} == {*os.listdir(tmp_path)}
+    assert same(SavedTensors(tmp_path, files).read("model"))
 
 
 @pytest.mark.parametrize(
-    ("state", "planner", "named"),
+    ("state", "named"),
     [
-        ({"model": TENSORS, "lr": 0.1}, SavePlanner, "lr"),
-        ({"model": TENSORS, "note": io.BytesIO(b"text")}, SavePlanner, "note"),
-        ({"model": {"z": torch.zeros(2, dtype=torch.complex64)}}, SavePlanner, "model.z"),
-        ({"model": TENSORS}, TwoChunks, "model.a"),
+        ({"model": TENSORS, "lr": 0.1}, "lr"),
+        ({"model": TENSORS, "note": io.BytesIO(b"text")}, "note"),
+        ({"model": {"z": torch.zeros(2, dtype=torch.complex64)}}, "model.z"),
     ],
-    ids=["number", "bytes", "complex", "two chunks"],
+    ids=["number", "bytes", "complex"],
 )
-def test_an_unsupported_state_is_refused_before_writing(tmp_path, state, planner, named):
-    with pytest.raises(CheckpointException) as error:
-        save(state, tmp_path, planner())
-    (failure,) = (error for error, _ in error.value.failures.values())
-    assert isinstance(failure, ValueError) and str(failure).startswith(f"{named} ") and not os.listdir(tmp_path)
-
-
-def test_a_file_that_cannot_be_read_back_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("armillary.train.checkpoint.writer.header", lambda chunks: b"\xff" * 64)
-    with pytest.raises(CheckpointException) as error:
-        save({"model": TENSORS}, tmp_path)
-    assert any(isinstance(failure, OSError) for failure, _ in error.value.failures.values())
-
-
-def test_a_chunk_that_was_not_written_is_an_error(tmp_path, monkeypatch):
-    from armillary.train.checkpoint import writer
-
-    write = writer.write_tensors
-    monkeypatch.setattr(writer, "write_tensors", lambda path, items, planner: write(path, items[1:], planner))
-    with pytest.raises(CheckpointException) as error:
-        save({"model": TENSORS}, tmp_path)
-    assert any("model.c" in str(failure) for failure, _ in error.value.failures.values())
+def test_an_unsupported_state_is_refused_before_writing(tmp_path, state, named):
+    with pytest.raises(ValueError, match=rf"^{named} "):
+        save_tensors(tmp_path, state)
+    assert not os.listdir(tmp_path)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -205,7 +170,7 @@ def test_a_manipulated_header_is_refused_in_one_line(folder, change, monkeypatch
     monkeypatch.chdir(folder)
     rewrite(folder, change)
     with pytest.raises(Damaged) as error:
-        read_tensors(folder, [FILE], "model")
+        SavedTensors(folder, [FILE]).read("model")
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
     assert os.listdir(folder) == [FILE]
 
@@ -218,7 +183,7 @@ def test_a_manipulated_header_is_refused_in_one_line(folder, change, monkeypatch
 def test_a_file_of_another_format_is_refused(folder, content):
     (folder / FILE).write_bytes(content)
     with pytest.raises(Damaged):
-        TensorReader(folder, [FILE]).read_metadata()
+        SavedTensors(folder, [FILE])
 
 
 def test_a_truncated_file_is_refused(folder):
@@ -226,13 +191,13 @@ def test_a_truncated_file_is_refused(folder):
     for size in (1, 8, 50, len(content) // 2, len(content) - 1):
         (folder / FILE).write_bytes(content[:size])
         with pytest.raises(Damaged):
-            read_tensors(folder, [FILE], "model")
+            SavedTensors(folder, [FILE]).read("model")
 
 
 def test_overlapping_chunks_of_two_files_are_refused(folder):
     shutil.copyfile(folder / FILE, folder / "rank-1.safetensors")
     with pytest.raises(Damaged, match=r"model\."):
-        TensorReader(folder, [FILE, "rank-1.safetensors"]).read_metadata()
+        SavedTensors(folder, [FILE, "rank-1.safetensors"])
 
 
 def test_chunks_of_several_dtypes_are_refused(tmp_path):
@@ -243,12 +208,12 @@ def test_chunks_of_several_dtypes_are_refused(tmp_path):
         text = json.dumps({"model.a": entry} | sharding).encode()
         (tmp_path / f"rank-{rank}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(Damaged, match=r"model\.a: chunks of"):
-        TensorReader(tmp_path, [FILE, "rank-1.safetensors"]).read_metadata()
+        SavedTensors(tmp_path, [FILE, "rank-1.safetensors"])
 
 
 def test_a_missing_file_is_an_os_error(folder):
     with pytest.raises(FileNotFoundError):
-        TensorReader(folder, [FILE, "rank-1.safetensors"]).read_metadata()
+        SavedTensors(folder, [FILE, "rank-1.safetensors"])
 
 
 def test_a_tensor_larger_than_memory_is_named(tmp_path):
@@ -262,7 +227,7 @@ def test_a_tensor_larger_than_memory_is_named(tmp_path):
         except OSError:
             pytest.skip("the file system has no files of this size")
     with pytest.raises(ValueError, match="memory"):
-        read_tensors(tmp_path, [FILE], "model")
+        SavedTensors(tmp_path, [FILE]).read("model")
 
 
 # -- other numbers of ranks -------------------------------------------------------------------------------------------
@@ -286,19 +251,15 @@ def sharded_state(shard: int, tp: int, zeros: bool) -> dict[str, Any]:
 
 
 def save_sharded(folder: Path, shard: int, tp: int) -> None:
-    from datetime import timedelta
-
-    from armillary.train.parts import Ranks
-
-    writer = TensorWriter(folder, ranks := Ranks(timedelta(minutes=5)))
-    state = {"model": sharded_state(shard, tp, zeros=False)}
-    dcp.save(state, storage_writer=writer, planner=SavePlanner(), process_group=ranks.group)
+    ranks = Ranks(timedelta(minutes=5))
+    files = save_tensors(folder, {"model": sharded_state(shard, tp, zeros=False)}, ranks)
+    assert files == {name: FileRecord.of_file(folder / name) for name in files}
     ranks.close()
 
 
 def load_sharded(folder: Path, files: list[str], shard: int, tp: int) -> dict[str, torch.Tensor]:
     state = sharded_state(shard, tp, zeros=True)
-    load({"model": state}, folder, files)
+    SavedTensors(folder, files).fill({"model": state})
     tensors = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
     dist.barrier()
     return tensors
@@ -314,11 +275,42 @@ def test_chunks_of_any_mesh_are_read_on_any_other(worlds, tmp_path, shard, tp):
         for tensors in worlds(2).run(load_sharded, tmp_path, files, *other):
             assert tensors.keys() == expected.keys()
             assert all(torch.equal(tensors[name], expected[name]) for name in expected)
-    full = read_tensors(tmp_path, files, "model")
+    full = SavedTensors(tmp_path, files).read("model")
     assert all(torch.equal(full[name], expected[name]) for name in expected)
+
+
+def save_without_a_shard(folder: Path) -> str:
+    ranks = Ranks(timedelta(minutes=5))
+    state = sharded_state(2, 1, zeros=False)
+    if ranks.rank == 1:
+        del state["short"]
+    with pytest.raises(ValueError) as error:
+        save_tensors(folder, state, ranks)
+    ranks.close()
+    return str(error.value)
+
+
+def test_a_tensor_without_all_of_its_shards_is_refused_on_every_rank(worlds, tmp_path):
+    assert worlds(2).run(save_without_a_shard, tmp_path) == ["short: 3 elements of a tensor of (2, 3)"] * 2
+    assert not os.listdir(tmp_path)
+
+
+def save_replicated(folder: Path) -> None:
+    ranks = Ranks(timedelta(minutes=5))
+    tensors = {f"{i}": distribute_tensor(values(4), mesh(shard=2)["shard"], [Replicate()]) for i in range(4)}
+    save_tensors(folder, {"model": tensors, "random": {f"rank-{ranks.rank}": values(2)}}, ranks)
+    ranks.close()
+
+
+def test_replicated_tensors_are_written_once_by_all_ranks_alike(worlds, tmp_path):
+    worlds(2).run(save_replicated, tmp_path)
+    sizes = [(tmp_path / f"rank-{rank}.safetensors").stat().st_size for rank in range(2)]
+    chunks = SavedTensors(tmp_path, os.listdir(tmp_path)).chunks
+    assert sizes[0] == sizes[1] and [len(chunks) for chunks in chunks.values()] == [3, 3]
 
 
 def test_planners_may_be_used_alone(saved):
     into = {"model": {"a": torch.zeros(4, 4)}}
-    dcp.load(into, storage_reader=TensorReader(saved, [FILE]), planner=LoadPlanner(), no_dist=True)
+    reader = dcp.HuggingFaceStorageReader(str(saved))
+    dcp.load(into, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
     assert torch.equal(into["model"]["a"], TENSORS["a"])

@@ -9,14 +9,19 @@ from dataclasses import replace
 import pytest
 
 from armillary.core.testing import refusal
+from armillary.train.checkpoint.checkpoints import commit
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.files import checksum
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import MANIFEST, Manifest, checkpoint_fault, is_copy
-from armillary.train.checkpoint.reader import Damaged
-from armillary.train.checkpoint.saving import commit
+from armillary.train.checkpoint.manifest import (
+    MANIFEST,
+    Damaged,
+    Manifest,
+    checkpoint_fault,
+    checksum,
+    is_copy,
+    write_recorded,
+)
 from armillary.train.checkpoint.state import differences
-from armillary.train.checkpoint.writer import RecordedFile
 
 EMPTY = Manifest(0, 1, 0, {"rows": 4}, {"model_type": "llama"}, "", {})
 
@@ -26,9 +31,7 @@ def save(folder: CheckpointFolder, step: int) -> None:
     folder.begin(step)
     files = {}
     for name in ("rank-0.safetensors", "rank-1.safetensors"):
-        with RecordedFile(folder.partial(step) / name, "x") as file:
-            file.write(f"{name} of {step}".encode() * 100)
-        files[name] = file.record
+        files[name] = write_recorded(folder.partial(step) / name, [f"{name} of {step}".encode() * 100])
     commit(folder, replace(EMPTY, step=step, tokens=10 * step, files=files))
 
 
@@ -84,6 +87,17 @@ def rewrite(folder: CheckpointFolder, step: int, change) -> None:
     fields.pop("crc32")
     fields = change(fields)
     manifest.write_text(json.dumps(fields | {"crc32": checksum(fields)} if isinstance(fields, dict) else fields))
+
+
+@pytest.mark.parametrize("change", [lambda path: path.write_bytes(b"short"), os.unlink], ids=["cut", "lost"])
+def test_a_file_that_the_disk_has_lost_is_not_committed(folder, change):
+    folder.begin(7)
+    path = folder.partial(7) / "rank-0.safetensors"
+    record = write_recorded(path, [b"content"])
+    change(path)
+    with pytest.raises(OSError, match=r"rank-0\.safetensors"):
+        commit(folder, replace(EMPTY, step=7, files={path.name: record}))
+    assert folder.steps() == []
 
 
 def test_a_folder_without_a_manifest_is_damaged(folder):

@@ -50,10 +50,10 @@ from armillary.train import (
 )
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.files import checksum
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import Manifest, checkpoint_fault
-from armillary.train.checkpoint.state import load, training_state
+from armillary.train.checkpoint.manifest import Manifest, checkpoint_fault, checksum
+from armillary.train.checkpoint.state import training_state
+from armillary.train.checkpoint.tensors import SavedTensors
 from armillary.train.cli import main
 from armillary.train.parts import Ranks, Watchdog
 from armillary.train.reporting.report import Reporter
@@ -285,7 +285,7 @@ def test_copies_and_invalid_manifests_are_skipped(worlds, tmp_path):
 def random_numbers(place: Path, ranks: int) -> list[dict[str, torch.Tensor]]:
     """Returns the saved random states by rank."""
     state = {f"rank-{rank}": random_state(torch.device("cpu")) for rank in range(ranks)}
-    load({"random": state}, place, Manifest.read(place).files, no_dist=True)
+    SavedTensors(place, Manifest.read(place).files).fill({"random": state})
     return list(state.values())
 
 

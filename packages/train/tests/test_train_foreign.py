@@ -6,7 +6,7 @@ Each reader raises a one-line error. `tests/test_structure.py` finds code that d
 import os
 import signal
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,9 @@ from armillary.data.formats.arrow import is_single_dataset
 from armillary.data.formats.folder import Header, map_file
 from armillary.data.prepare.sources import chunks
 from armillary.data.text.tokenizer import parse_definition, read_name
-from armillary.models.hub.read import open_file as open_weights
-from armillary.models.parts import ends_of_text
-from armillary.train.checkpoint.files import file_fault, read_checked
-from armillary.train.checkpoint.reader import Damaged, TensorReader
-from armillary.train.checkpoint.writer import FileRecord
+from armillary.models.parts import ends_of_text, open_tensors
+from armillary.train.checkpoint.manifest import Damaged, FileRecord, file_fault, read_checked
+from armillary.train.checkpoint.tensors import SavedTensors
 from armillary.train.config.overlay import read_settings
 from armillary.train.reporting import journal
 from armillary.train.runtime.health.lock import Holder, heartbeat
@@ -48,8 +46,8 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "text.txt": read_documents,
     "text.jsonl": lambda path: chunks([path]),
     "tokens.bin": lambda path: map_file(path, "u1"),
-    "model.safetensors": lambda path: open_weights(path, None),
-    "rank-0.safetensors": lambda path: TensorReader(path.parent, [path.name]).read_metadata(),
+    "model.safetensors": lambda path: open_tensors(path, ExitStack()),
+    "rank-0.safetensors": lambda path: SavedTensors(path.parent, [path.name]),
     "rank-1.safetensors": FileRecord.of_file,
     "metrics.jsonl": lambda path: list(journal.read(path)),
     "cut.jsonl": lambda path: journal.cut(path, 3),

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from armillary.train.checkpoint.checkpoints import commit
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.saving import commit
 from armillary.train.reporting.journal import Journal
 from armillary.train.runtime.health import lock as locks
 from armillary.train.runtime.health.lock import FolderInUse, Holder, LockLost, OutputLock, start_time, take

@@ -30,11 +30,9 @@ from armillary.train import (
     train_loop,
 )
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.files import write_checked
-from armillary.train.checkpoint.manifest import MANIFEST, Manifest
-from armillary.train.checkpoint.reader import TensorReader
+from armillary.train.checkpoint.manifest import MANIFEST, FileRecord, Manifest, write_checked
 from armillary.train.checkpoint.state import model_description, training_state
-from armillary.train.checkpoint.writer import FileRecord
+from armillary.train.checkpoint.tensors import SavedTensors
 from armillary.train.generate.cli import run as generate
 from armillary.train.generate.command import Generate
 
@@ -271,7 +269,7 @@ def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
 
 def test_torch_reads_the_tensors_of_a_checkpoint(checkpoint):
     place = checkpoint / "checkpoint/step-1"
-    actual = TensorReader(place, Manifest.read(place).files).read_metadata()
-    torchs = dcp.HuggingFaceStorageReader(str(place)).read_metadata()
-    assert actual.storage_data == torchs.storage_data and len(actual.storage_data) > 20
-    assert actual.state_dict_metadata == torchs.state_dict_metadata
+    actual = SavedTensors(place, Manifest.read(place).files)
+    torchs = dcp.HuggingFaceStorageReader(str(place)).read_metadata().state_dict_metadata
+    assert actual.shapes == {name: tuple(entry.size) for name, entry in torchs.items()} and len(actual.shapes) > 20
+    assert actual.dtypes == {name: entry.properties.dtype for name, entry in torchs.items()}

@@ -42,9 +42,8 @@ from armillary.train import (
 )
 from armillary.train import cli as trainer
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.files import checksum
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import FORMAT, MANIFEST, Manifest, checkpoint_fault
+from armillary.train.checkpoint.manifest import FORMAT, MANIFEST, Manifest, checkpoint_fault, checksum
 from armillary.train.config import check_config
 from armillary.train.config.check import check_log
 from armillary.train.generate.cli import main as generate

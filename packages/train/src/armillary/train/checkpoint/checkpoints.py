@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -15,13 +15,11 @@ from typing import Self, cast
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from armillary.core.parts import compat
+from armillary.core.parts import compat, file_size
+from armillary.train.checkpoint.folder import CheckpointFolder, checkpoint_folder, write_config
 from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.output import checkpoint_folder, write_config
-from armillary.train.checkpoint.restoring import restore
-from armillary.train.checkpoint.saving import save
-from armillary.train.checkpoint.settings import settings
-from armillary.train.checkpoint.state import State, model_description, saved_state
+from armillary.train.checkpoint.state import State, model_description, restore, saved_state, settings
+from armillary.train.checkpoint.tensors import save_tensors
 from armillary.train.run import Run
 from armillary.train.runtime.background import Background
 from armillary.train.runtime.health.lock import OutputLock
@@ -61,7 +59,8 @@ class Checkpoints:
         self.timeout = timedelta(minutes=run.config.train.timeout_minutes)
         self.lock, self.ranks = lock, Ranks(self.timeout)
         self.folder = replace(checkpoint_folder(run.config), run=lock.run, fence=lock.fence)
-        self.model = model_description(run)
+        # What each manifest says of the run, which does not change.
+        self.model, self.settings = model_description(run), settings(run, self.ranks.size)
         self.newest: int | None = None  # step of the newest checkpoint
         self._restored_step, self._restored_tokens = 0, 0  # of the checkpoint that this run resumed from
         self._saving: Background | None = None
@@ -174,7 +173,7 @@ class Checkpoints:
             model=self.model,
             time="",
             files={},
-            settings=settings(self.run, self.ranks.size),
+            settings=self.settings,
         )
 
     def _try_to_save(self, step: int, state: State, manifest: Manifest) -> None:
@@ -224,3 +223,41 @@ class Checkpoints:
             self.say(f"training waited {waited_seconds:.0f} s for {self._saving.name} to be saved")
         ended_save, self._saving = self._saving, None
         ended_save.raise_error()
+
+
+def save(folder: CheckpointFolder, state: State, manifest: Manifest, ranks: Ranks) -> None:
+    """Writes `state` as the checkpoint of `manifest`, whose files and time are filled in here. Collective.
+
+    Raises:
+        OSError: a rank could not write, with the reason; on every rank. The incomplete checkpoint is removed, and
+            earlier ones are unchanged.
+        ValueError: the state has a value that a checkpoint cannot hold; on every rank.
+        RuntimeError: any other error, such as a missing rank.
+    """
+    try:
+        # 1. All ranks write their files to the folder of an incomplete checkpoint.
+        ranks.on_first(lambda: folder.begin(manifest.step))
+        files = save_tensors(folder.partial(manifest.step), state, ranks)
+        # 2. Rank 0 adds the manifest with all checksums, and renames the folder: the commit.
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        ranks.on_first(lambda: commit(folder, replace(manifest, files=files, time=now)))
+    except BaseException:
+        if ranks.rank == 0:
+            with suppress(OSError):  # if this fails, the next save of this step or the next run removes the files
+                folder.discard(manifest.step)
+        raise
+
+
+def commit(folder: CheckpointFolder, manifest: Manifest) -> None:
+    """Adds the manifest to the incomplete checkpoint of its step, and completes the checkpoint. On one rank.
+
+    Raises:
+        OSError: a file is missing or has another size than was written, or the folder cannot be changed.
+    """
+    partial = folder.partial(manifest.step)
+    # Files of other hosts are on a file system that may have lost them. Their bytes were written under checksums.
+    for name, record in manifest.files.items():
+        if (size := file_size(partial / name)) != record.size:
+            raise OSError(f"file {name} has {size} of {record.size} bytes")
+    manifest.write(partial)
+    folder.complete(manifest.step)

@@ -15,14 +15,12 @@ import tyro
 from armillary.data import is_store
 from armillary.data.console import exit_on_error, parse, print_lines
 from armillary.models.parts import CONFIG, hub
-from armillary.train.checkpoint.files import file_fault
-from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.reader import Damaged, read_tensors
-from armillary.train.checkpoint.state import saved_config
+from armillary.train.checkpoint.manifest import Damaged, Manifest, file_fault
+from armillary.train.checkpoint.state import Checkpoint
+from armillary.train.checkpoint.tensors import SavedTensors
 from armillary.train.tokenizer import TokenSource, export_source
 
 PROGRAM = "armillary-export"
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -63,11 +61,13 @@ def export(options: Export) -> None:
     # Verifies checksums first, because the reader would accept changed weights.
     if fault := file_fault(manifest.files, options.checkpoint):
         raise ValueError(f"{options.checkpoint}: {fault}")
+    dtype = None if options.dtype == "as saved" else getattr(torch, options.dtype)
     try:
-        weights = read_tensors(options.checkpoint, manifest.files, "model", DTYPES.get(options.dtype))
+        tensors = SavedTensors(options.checkpoint, manifest.files)
+        weights = tensors.read("model", dtype)
     except (Damaged, ValueError, OSError) as error:
         raise ValueError(f"{options.checkpoint}: {error}") from error
-    config = saved_config(options.checkpoint, manifest)
+    config = Checkpoint(options.checkpoint, manifest, tensors).config()
     with export_source(tokens) as (source, tokenizer):
         hub.save(options.folder, config, weights, source)
     count, dtype = sum(x.numel() for x in weights.values()), next(iter(weights.values())).dtype

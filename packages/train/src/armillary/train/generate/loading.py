@@ -14,14 +14,12 @@ from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, load_pretrained
 from armillary.models.parts import weight_map
 from armillary.train.build import precision, shard_model
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.reader import load
-from armillary.train.checkpoint.restoring import find_fault, newest_intact
-from armillary.train.checkpoint.state import saved_config
+from armillary.train.checkpoint.manifest import Damaged
+from armillary.train.checkpoint.state import Checkpoint
 from armillary.train.config.sections import Config, ParallelConfig
 from armillary.train.generate.command import PROGRAM, Generate
 from armillary.train.generate.source import ModelSource
-from armillary.train.runtime.health.ranks import Ranks, convert_dcp_errors
+from armillary.train.runtime.health.ranks import Ranks
 
 TIMEOUT = timedelta(minutes=30)
 """Time-out of collectives: long enough for the slowest rank to read its weights."""
@@ -40,34 +38,32 @@ def load_model(
         model = empty_model(options, pretrained_config(source.folder), device)
         ranks.on_all(lambda: load_pretrained(model, source.folder))
         return model, None
-    step = intact_step(source.checkpoints, source.step, ranks)
-    path = source.checkpoints.path_of(step)
-    manifest = Manifest.read(path)
-    model = empty_model(options, saved_config(path, manifest), device)
+    checkpoint = intact_checkpoint(source.checkpoints, source.step, ranks)
+    model = empty_model(options, checkpoint.config(), device)
     state = get_model_state_dict(model)
-    with convert_dcp_errors():
-        load({"model": state}, path, manifest.files, process_group=ranks.group)
+    ranks.on_all(lambda: checkpoint.tensors.fill({"model": state}))
     set_model_state_dict(model, state)
-    return model, step
+    return model, checkpoint.manifest.step
 
 
-def intact_step(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> int:
-    """Returns `step` if its checkpoint is intact, or by default the step of the newest intact one. Collective.
+def intact_checkpoint(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> Checkpoint:
+    """Returns the checkpoint of `step`, by default the newest intact one. Collective.
 
     Raises:
         ValueError: the checkpoint of `step` is damaged, or no checkpoint is intact.
     """
     if step is not None:
-        if (fault := find_fault(folder, step, ranks)) is not None:
-            raise ValueError(f"{folder.path_of(step)}: {fault}; give another --step")
-        return step
-    newest = newest_intact(folder, ranks)
-    if newest.step is None:
+        try:
+            return Checkpoint.open(folder, step, ranks)
+        except Damaged as damage:
+            raise ValueError(f"{folder.path_of(step)}: {damage}; give another --step") from damage
+    checkpoint = Checkpoint.newest(folder, ranks)
+    if checkpoint is None:
         raise ValueError(f"{folder.path}: no checkpoint in it yet")
-    for damaged_step, fault in newest.faults.items() if ranks.rank == 0 else ():
-        line = f"{PROGRAM}: step-{damaged_step}: {fault}; going back to step-{newest.step}"
+    for damaged_step, fault in checkpoint.newer_faults.items() if ranks.rank == 0 else ():
+        line = f"{PROGRAM}: step-{damaged_step}: {fault}; going back to step-{checkpoint.manifest.step}"
         print(one_line(line), file=sys.stderr)
-    return newest.step
+    return checkpoint
 
 
 def empty_model(options: Generate, sizes: LlamaConfig | GPTConfig, device: torch.device) -> Llama | GPT:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 R = TypeVar("R")
 Failure = tuple[type[Exception], str]
@@ -101,18 +99,6 @@ def combine_errors(failures: dict[int, Failure]) -> Exception:
     if kind is ValueError:  # usually all ranks raise the same one
         return ValueError("; ".join(dict.fromkeys(text for _, text in failures.values())))
     return kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items()))
-
-
-@contextmanager
-def convert_dcp_errors() -> Generator[None]:
-    """Context manager that turns DCP's error, which has the errors of several ranks, into an error as from `on_all`.
-
-    DCP's `CheckpointException` is a `BaseException`, which `except Exception` would miss.
-    """
-    try:
-        yield
-    except CheckpointException as error:
-        raise combine_errors({rank: failure(of_rank) for rank, (of_rank, _) in error.failures.items()}) from error
 
 
 def failure(error: BaseException) -> Failure:
