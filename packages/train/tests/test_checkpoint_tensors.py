@@ -21,7 +21,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from armillary.core.testing import mesh
 from armillary.train.checkpoint import LoadPlanner
-from armillary.train.checkpoint.manifest import Damaged, FileRecord
+from armillary.train.checkpoint.checkpoints import commit
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.manifest import Damaged, FileRecord, Manifest
+from armillary.train.checkpoint.state import Checkpoint
 from armillary.train.checkpoint.tensors import SavedTensors, describe_tensor, save_tensors
 from armillary.train.parts import Ranks
 
@@ -307,6 +310,24 @@ def test_replicated_tensors_are_written_once_by_all_ranks_alike(worlds, tmp_path
     sizes = [(tmp_path / f"rank-{rank}.safetensors").stat().st_size for rank in range(2)]
     chunks = SavedTensors(tmp_path, os.listdir(tmp_path)).chunks
     assert sizes[0] == sizes[1] and [len(chunks) for chunks in chunks.values()] == [3, 3]
+
+
+def opened_through(paths: list[Path]) -> bool:
+    ranks = Ranks(timedelta(minutes=5))
+    folder = CheckpointFolder(paths[ranks.rank])
+    checkpoint = Checkpoint.open(folder, 1, ranks)
+    ranks.close()
+    return checkpoint.path == checkpoint.tensors.folder == folder.path_of(1)
+
+
+def test_hosts_may_mount_the_folder_in_different_places(worlds, saved, tmp_path):
+    folder = CheckpointFolder(tmp_path / "first")
+    folder.begin(1)
+    shutil.copyfile(saved / FILE, folder.partial(1) / FILE)
+    files = {FILE: FileRecord.of_file(saved / FILE)}
+    commit(folder, Manifest(step=1, ranks=1, tokens=0, loader={}, model={}, time="", files=files))
+    (tmp_path / "second").symlink_to(tmp_path / "first")
+    assert worlds(2).run(opened_through, [tmp_path / "first", tmp_path / "second"]) == [True, True]
 
 
 def test_planners_may_be_used_alone(saved):

@@ -1,28 +1,36 @@
-"""Damaged checkpoints, copies and other formats, without ranks."""
+"""The folder of checkpoints, without ranks: kills before changes on disk, retention, damage, copies, other formats."""
 
 import errno
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 from dataclasses import replace
+from functools import partial
+from itertools import count
+from pathlib import Path
 
 import pytest
 
 from armillary.core.testing import refusal
 from armillary.train.checkpoint.checkpoints import commit
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.folder import CheckpointFolder, steps_to_delete
 from armillary.train.checkpoint.manifest import (
     MANIFEST,
     Damaged,
+    FileRecord,
     Manifest,
     checkpoint_fault,
     checksum,
+    file_fault,
     is_copy,
     write_recorded,
 )
 from armillary.train.checkpoint.state import differences
 
+fork = multiprocessing.get_context("fork")  # a forked process need not import torch
 EMPTY = Manifest(0, 1, 0, {"rows": 4}, {"model_type": "llama"}, "", {})
 
 
@@ -38,6 +46,69 @@ def save(folder: CheckpointFolder, step: int) -> None:
 @pytest.fixture
 def folder(tmp_path) -> CheckpointFolder:
     return CheckpointFolder(tmp_path / "outputs" / "checkpoint")
+
+
+def killed_after(calls, work):
+    """Runs `work` and kills this process before its change number `calls` of the disk."""
+    call_numbers = count()
+
+    def change(call, *args, **kwargs):
+        return call(*args, **kwargs) if next(call_numbers) < calls else os.kill(os.getpid(), signal.SIGKILL)
+
+    for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
+        setattr(os, name, partial(change, getattr(os, name)))
+    work()
+
+
+def test_a_kill_before_any_change_on_disk_leaves_a_usable_checkpoint(folder):
+    """A damaged step 2 is saved again; step 1 must be removed only after step 2 is complete."""
+
+    def work():
+        folder.clear()
+        if 2 not in folder.steps():
+            save(folder, 2)
+        folder.prune(1, None)
+
+    saved_steps, calls = set(), 0
+    for calls in count():
+        save(folder, 1)
+        folder.damaged_path(2).mkdir()
+        process = fork.Process(target=killed_after, args=(calls, work))
+        process.start()
+        process.join()
+        steps = folder.steps()
+        assert steps and all(checkpoint_fault(folder, step) is None for step in steps)
+        saved_steps.add(tuple(steps))
+        folder.clear()
+        assert folder.steps() == steps and not [name for name in folder.names() if ".partial" in name]
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        work()  # the next run
+        assert folder.names() == ["step-2"] and Manifest.read(folder.path_of(2)).tokens == 20
+        folder.path_of(2).rename(folder.path.with_name(f"done-{calls}"))
+    assert calls > 10 and saved_steps == {(1,), (1, 2), (2,)}
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_each_file_is_verified_by_one_part(folder, parts):
+    save(folder, 1)
+    files = Manifest.read(folder.path_of(1)).files
+    for name in files:
+        path = folder.path_of(1) / name
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + b"x")
+        actual = [file_fault(files, folder.path_of(1), part, parts) for part in range(parts)]
+        assert list(filter(None, actual)) == [f"file {name} has other bytes than were written"]
+        path.write_bytes(content)
+
+
+def test_a_damaged_checkpoint_is_kept_until_its_step_is_saved_again(folder):
+    save(folder, 1)
+    assert folder.set_aside(1, copy=False).name == "step-1.damaged"
+    save(folder, 1)
+    folder.clear()
+    assert folder.names() == ["step-1"]
 
 
 @pytest.mark.parametrize(
@@ -194,3 +265,35 @@ def test_errors_name_the_first_differences():
         "a is (2, 3) there and (3, 2) here, c is 0 there and absent here, b is absent there and None here"
     )
     assert differences(dict.fromkeys("abcde", 1), {}).endswith("c is 1 there and absent here, and 2 more")
+
+
+def test_retention_keeps_the_newest_and_multiples_of_a_number(folder):
+    assert steps_to_delete([1, 2, 3, 4, 5, 6], 2, None) == [1, 2, 3, 4]
+    assert steps_to_delete([1, 2, 3, 4, 5, 6], 1, 2) == [1, 3, 5]
+    assert steps_to_delete([2, 4], 2, 3) == [] and steps_to_delete([], 1, None) == []
+    for step in (10, 9, 11, 100):
+        save(folder, step)
+    assert folder.steps() == [9, 10, 11, 100]  # sorted by number, not by name
+    folder.prune(1, 5)
+    assert sorted(folder.names()) == ["step-10", "step-100"]
+
+
+def test_clear_removes_only_incomplete_checkpoints(folder):
+    save(folder, 1)
+    folder.begin(2)
+    (folder.partial(2) / "rank-0.safetensors").write_bytes(b"half")
+    (folder.path / "step-2.partial-0123456789ab").mkdir()  # left by another run
+    (folder.path / "step-2.partial").mkdir()
+    for name in ("step-3.damaged", "mine.partial", "step-x"):
+        (folder.path / name).mkdir()
+    (folder.path / f".seen-by-all-{'0' * 32}").touch()
+    folder.clear()
+    assert sorted(folder.names()) == ["mine.partial", "step-1", "step-3.damaged", "step-x"]
+    assert folder.steps() == [1]
+
+
+def test_a_file_records_its_size_and_checksum(tmp_path):
+    record = write_recorded(tmp_path / "file", [b"abc", memoryview(bytes(10)), b""])
+    assert record == FileRecord.of_file(tmp_path / "file") and record.size == 13
+    with pytest.raises(OSError, match="No space left"):
+        write_recorded(Path("/dev/full"), [b"abc"])

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from armillary.train.checkpoint.checkpoints import commit
-from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.folder import CheckpointFolder, remove
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.reporting.journal import Journal
 from armillary.train.runtime.health import lock as locks
@@ -220,7 +220,7 @@ def test_a_run_that_lost_its_folder_commits_and_logs_nothing(tmp_path):
         commit(replace(folder, fence=lambda: None), replace(empty, step=2))
     assert after.steps() == [1]
     after.begin(2)
-    folder.discard(2)  # removes only its own files
+    remove(folder.partial(2))  # removes only its own files
     assert after.partial(2).is_dir() and after.partial(2) != folder.partial(2)
 
 

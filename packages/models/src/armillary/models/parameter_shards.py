@@ -10,6 +10,7 @@ unevenly: of 257 rows over 2 ranks and then 4, the last two ranks have 30 and 32
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 from torch import Tensor
@@ -31,7 +32,7 @@ def local_part(x: Tensor) -> tuple[Tensor, Box]:
     local, coordinate = x.to_local(), x.device_mesh.get_coordinate()
     if coordinate is None:
         return local, tuple(slice(0, size) for size in local.shape)
-    box = box_of(x.shape, x.device_mesh.shape, coordinate, x.placements)
+    box = box_of(tuple(x.shape), x.device_mesh.shape, tuple(coordinate), x.placements)
     sizes = tuple(dim_slice.stop - dim_slice.start for dim_slice in box)
     if 0 in sizes and not local.numel():  # FSDP2 changes the other sizes of an empty shard
         return local, tuple(slice(0, size) for size in local.shape)
@@ -40,8 +41,9 @@ def local_part(x: Tensor) -> tuple[Tensor, Box]:
     return local, box
 
 
+@lru_cache(maxsize=1024)  # many parameters, and their optimizer state, have the same shape and placements
 def box_of(
-    shape: Sequence[int], ranks: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+    shape: tuple[int, ...], ranks: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> Box:
     """Returns the box of the rank at a coordinate. Mesh axes cut each dim one after the other, as `torch.chunk` cuts.
 

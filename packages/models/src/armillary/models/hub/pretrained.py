@@ -83,7 +83,7 @@ class Pretrained(nn.Module):
             max_file_bytes: weights of more bytes are divided into several files, with an index.
 
         Raises:
-            ValueError: a parameter is on "meta", a dtype is not one of `hub.write.FLOAT_DTYPES`, no `model_type` has
+            ValueError: a parameter is on "meta", a dtype is not one of `hub.safetensors.FLOATS`, no `model_type` has
                 this config, `max_file_bytes` is below 1, or `source` is not a folder or has a broken `config.json`.
             OSError: a file cannot be written, or another rank had an error.
         """

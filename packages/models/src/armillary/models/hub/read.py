@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from armillary.core.parts import is_file_name, read_json
 from armillary.models.config import GPTConfig, LlamaConfig, one_block
 from armillary.models.hub.configs import CONFIG
-from armillary.models.hub.safetensors import DTYPES, TensorEntry, open_tensors
+from armillary.models.hub.safetensors import FLOATS, TensorEntry, open_tensors
 from armillary.models.parameter_shards import Box, local_part
 from armillary.models.state_config import Mixer
 
@@ -31,9 +31,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Suffixes of weights that are pickles, which are never read."""
-
-FLOATS = [name for name, dtype in DTYPES.items() if dtype.is_floating_point]
-"""Names of the data types that parameters may have in files."""
 
 MAX_FAULTS = 8
 """Largest number of faults that an error lists. Of further faults it gives only the number."""

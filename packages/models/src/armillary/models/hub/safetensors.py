@@ -31,6 +31,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 """Data types by their names in files. No others are read or written."""
+FLOATS = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
+"""Data types that weights may have."""
 
 SUFFIX = ".safetensors"
 

@@ -25,13 +25,10 @@ from armillary.core.parts import read_file, read_json, write_synced, writing
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.configs import CONFIG, GENERATION, describe
 from armillary.models.hub.read import INDEX, WEIGHTS, FileSlice, file_slices
-from armillary.models.hub.safetensors import DTYPES, SUFFIX, split, tensor_bytes
+from armillary.models.hub.safetensors import FLOATS, SUFFIX, split, tensor_bytes
 
 MAX_FILE_BYTES = 5 * 10**9
 """The default of `save_pretrained` in `transformers`."""
-
-FLOAT_DTYPES = [dtype for dtype in DTYPES.values() if dtype.is_floating_point]
-"""Data types that weights may have."""
 
 WEIGHT_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """The names that `save_pretrained` gives to files of weights."""
@@ -135,8 +132,8 @@ def check(
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise ValueError(f"cannot save {name}: it has no data")
-        if (dtype or tensor.dtype) not in FLOAT_DTYPES:
-            raise ValueError(f"cannot save {name} as {dtype or tensor.dtype}; one of {FLOAT_DTYPES} is needed")
+        if (dtype or tensor.dtype) not in FLOATS.values():
+            raise ValueError(f"cannot save {name} as {dtype or tensor.dtype}; one of {list(FLOATS.values())} is needed")
     if max_file_bytes < 1:
         raise ValueError(f"max_file_bytes={max_file_bytes}: at least 1 is needed")
     if source is not None and not Path(source).is_dir():

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from armillary.core.parts import compat, file_size
-from armillary.train.checkpoint.folder import CheckpointFolder, checkpoint_folder, write_config
+from armillary.train.checkpoint.folder import CheckpointFolder, checkpoint_folder, remove, write_config
 from armillary.train.checkpoint.manifest import Manifest
 from armillary.train.checkpoint.state import State, model_description, restore, saved_state, settings
 from armillary.train.checkpoint.tensors import save_tensors
@@ -195,13 +195,10 @@ class Checkpoints:
         self.newest = step
         self.report("saved", step)
         if prune and self.ranks.rank == 0:
-            self._prune()
-
-    def _prune(self) -> None:
-        try:
-            self.folder.prune(self.save_config.keep_last, self.save_config.keep_every)
-        except OSError as error:
-            self.say(f"older checkpoints could not be removed: {error}")
+            try:
+                self.folder.prune(self.save_config.keep_last, self.save_config.keep_every)
+            except OSError as error:
+                self.say(f"older checkpoints could not be removed: {error}")
 
     def _wait_for_save(self) -> None:
         """Waits for the save in flight, and raises its error, if it was not an OSError.
@@ -244,7 +241,7 @@ def save(folder: CheckpointFolder, state: State, manifest: Manifest, ranks: Rank
     except BaseException:
         if ranks.rank == 0:
             with suppress(OSError):  # if this fails, the next save of this step or the next run removes the files
-                folder.discard(manifest.step)
+                remove(folder.partial(manifest.step))
         raise
 
 

@@ -86,10 +86,6 @@ class CheckpointFolder:
         with suppress(OSError):  # the checkpoint is complete, with or without the damaged one
             remove(self.damaged_path(step))
 
-    def discard(self, step: int) -> None:
-        """Removes an incomplete checkpoint."""
-        remove(self.partial(step))
-
     def set_aside(self, step: int, copy: bool) -> Path:
         """Renames a checkpoint that is damaged, or a `copy` of another step; returns the new path."""
         self.fence()

@@ -95,17 +95,19 @@ class Checkpoint:
         faults = ranks.on_all(lambda: checkpoint_fault(folder, step, ranks.rank, ranks.size))
         path = folder.path_of(step)
 
-        def read_headers() -> Checkpoint | str:
+        def read_headers() -> tuple[Manifest, SavedTensors] | str:
             try:
                 manifest = Manifest.read(path)
-                return cls(path, manifest, SavedTensors(path, manifest.files))
+                return manifest, SavedTensors(path, manifest.files)
             except Damaged as damage:
                 return str(damage)
 
-        checkpoint = next(filter(None, faults), None) or ranks.on_first(read_headers)
-        if isinstance(checkpoint, str):
-            raise Damaged(checkpoint)
-        return checkpoint
+        answer = next(filter(None, faults), None) or ranks.on_first(read_headers)
+        if isinstance(answer, str):
+            raise Damaged(answer)
+        manifest, tensors = answer
+        tensors.folder = path  # hosts may mount the same folder in different places
+        return cls(path, manifest, tensors)
 
     @classmethod
     def newest(cls, folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> Checkpoint | None:

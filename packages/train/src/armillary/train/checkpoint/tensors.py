@@ -161,6 +161,8 @@ def choose_writers(chunks_by_rank: Sequence[Sequence[Chunk]]) -> list[list[Chunk
 class SavedTensors:
     """The tensors of a checkpoint. The constructor reads the headers of its files, and no data.
 
+    Ranks may send it to each other.
+
     The chunks of each tensor must have its dtype and as many elements as the tensor, so that no header can state a
     tensor larger than its data.
 
@@ -175,15 +177,16 @@ class SavedTensors:
     """
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
-        self.chunks: dict[Path, list[Chunk]] = {}
+        self.folder = folder
+        self.chunks: dict[str, list[Chunk]] = {}  # by name of the file
         self.shapes: dict[str, Shape] = {}
         try:
             # One file is open at a time, because a checkpoint has a file for each rank that saved it.
-            for path in (folder / name for name in sorted(files) if name.endswith(SUFFIX)):
+            for file in sorted(name for name in files if name.endswith(SUFFIX)):
                 with ExitStack() as stack:
-                    entries, metadata = open_tensors(path, stack)
+                    entries, metadata = open_tensors(folder / file, stack)
                     offsets = parse_object(metadata[OFFSETS]) if OFFSETS in metadata else None
-                    self.chunks[path] = [chunk_of(entry, offsets) for entry in entries.values()]
+                    self.chunks[file] = [chunk_of(entry, offsets) for entry in entries.values()]
             # A tensor ends where its last chunk does.
             all_chunks = [chunk for chunks in self.chunks.values() for chunk in chunks]
             for chunk in all_chunks:
@@ -215,7 +218,7 @@ class SavedTensors:
             if self.shapes.get(name) != tuple(x.shape):
                 raise ValueError(f"{name} is {self.shapes.get(name, 'absent')} there and {tuple(x.shape)} here")
         local_parts = {name: local_part(x) for name, x in tensors.items()}
-        for path, chunks in self.chunks.items():
+        for file, chunks in self.chunks.items():
             # The overlap of each chunk with this rank's box of the tensor: its starts and stops in the full tensor.
             overlaps: list[tuple[Chunk, list[int], list[int]]] = []
             for chunk in chunks:
@@ -230,7 +233,7 @@ class SavedTensors:
                 continue
             try:
                 with ExitStack() as stack, torch.no_grad():
-                    entries, _ = open_tensors(path, stack)
+                    entries, _ = open_tensors(self.folder / file, stack)
                     for chunk, starts, stops in overlaps:
                         local, box = local_parts[chunk.name]
                         values = entries[chunk.name].read(box_at(starts, stops, chunk.offsets))
