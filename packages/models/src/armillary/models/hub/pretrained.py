@@ -52,12 +52,12 @@ class Pretrained(nn.Module):
         """
         build: Any = cls
         config = hub.read_config(folder, cls.kind)
-        hub.check_weights(Path(folder), config, cls)  # before a model of the config's sizes is built
+        # Refuses other weights before a model of the config's sizes is built.
+        tensors = hub.read_tensors(Path(folder), config, cls, dtype)
         with torch.device("meta"):
             model = build(config, attention)
-        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         # `assign` replaces the parameters on "meta" by the tensors that were read, without a copy.
-        model.load_state_dict(hub.read_tensors(folder, model.config, shapes, dtype), assign=True)
+        model.load_state_dict(tensors, assign=True)
         model.source = Path(folder)
         return model
 
@@ -114,7 +114,7 @@ def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:
         pairs = [(name, getattr(saved_config, name), getattr(config, name)) for name in different_names]
         values = ", ".join(f"{name}={saved_value} instead of {value}" for name, saved_value, value in pairs)
         raise ValueError(f"the config in {folder} differs from the model's: {values}")
-    hub.fill(folder, config, parameters_by_name(model))
+    hub.fill(Path(folder), config, parameters_by_name(model))
     model.source = Path(folder)
 
 

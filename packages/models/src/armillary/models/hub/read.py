@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from os import PathLike
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,10 +119,6 @@ LLAMA = Names("model.", re.compile(r".*rotary_emb\.inv_freq"))
 GPT2 = Names("transformer.", re.compile(r".*\.attn\.(bias|masked_bias)"))
 
 
-def names_of(config: LlamaConfig | GPTConfig) -> Names:
-    return GPT2 if isinstance(config, GPTConfig) else LLAMA
-
-
 def parameter_shapes(build: Callable[[Any], nn.Module], config: LlamaConfig | GPTConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the parameters of the config's model, by name.
 
@@ -168,33 +164,29 @@ def gpt_file_slice(name: str, shape: tuple[int, ...]) -> FileSlice:
 
 
 def read_tensors(
-    folder: str | PathLike[str],
-    config: LlamaConfig | GPTConfig,
-    shapes: Mapping[str, torch.Size],
-    dtype: torch.dtype | None = None,
+    folder: Path, config: LlamaConfig | GPTConfig, build: Callable[[Any], nn.Module], dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Reads full parameters to the CPU, in `dtype` or by default the file's dtype.
 
     Args:
-        shapes: the shape of each parameter, by name.
+        build: builds a model from a config.
 
     Raises:
         ValueError: a file is missing or broken, or a tensor is missing, unexpected, of another shape or of no dtype of
             `FLOATS`. The error names the file or tensor.
     """
     tensors: dict[str, Tensor] = {}
-    expected_slices = file_slices(config, shapes)
-    with open_entries(Path(folder), names_of(config)) as entries:
-        check_entries(Path(folder), entries, expected_slices)
-        for name, file_slice in expected_slices.items():
-            values = part_of(entries, file_slice, tuple(slice(0, size) for size in shapes[name]))
+    shapes = partial(parameter_shapes, build, config)
+    with open_parameters(folder, config, shapes) as read:
+        for name, shape in shapes().items():
+            values = read(name, tuple(slice(0, size) for size in shape))
             # Copied, because `values` may be a view of the mapped file, and saving to the same folder would change it.
-            tensors[name] = torch.empty(shapes[name], dtype=dtype or values.dtype).copy_(values)
+            tensors[name] = torch.empty(shape, dtype=dtype or values.dtype).copy_(values)
     return tensors
 
 
 @torch.no_grad()
-def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameters: Mapping[str, Tensor]) -> None:
+def fill(folder: Path, config: LlamaConfig | GPTConfig, parameters: Mapping[str, Tensor]) -> None:
     """Fills each parameter from a folder; of a `DTensor`, this rank's shard.
 
     Raises:
@@ -205,32 +197,42 @@ def fill(folder: str | PathLike[str], config: LlamaConfig | GPTConfig, parameter
             raise ValueError(f"{name} has no data; call model.to_empty(device=...) before load_pretrained")
     # Everything is checked before the first copy: here the shards, then names, shapes and dtypes in the files.
     local_parts = {name: local_part(parameter) for name, parameter in parameters.items()}
-    expected_slices = file_slices(config, {name: parameter.shape for name, parameter in parameters.items()})
-    with open_entries(Path(folder), names_of(config)) as entries:
-        check_entries(Path(folder), entries, expected_slices)
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    with open_parameters(folder, config, lambda: shapes) as read:
         for name, (local, box) in local_parts.items():
             if local.numel():
-                local.copy_(part_of(entries, expected_slices[name], box))
+                local.copy_(read(name, box))
 
 
-def part_of(entries: Mapping[str, TensorEntry], file_slice: FileSlice, box: Box) -> Tensor:
-    """Reads a box of a parameter. The result may be a view of the mapped file.
+def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable[[Any], nn.Module]) -> None:
+    """Raises ValueError unless the folder's weights have the shapes of the config's model. Reads headers only.
 
     Args:
-        file_slice: the slice of a file's tensor that the parameter is.
-        box: a box of the parameter.
+        build: builds a model from a config.
     """
-    return file_slice.transpose(entries[file_slice.name].read(file_slice.index(box)))
+    with open_parameters(folder, config, partial(parameter_shapes, build, config)):
+        pass
 
 
 @contextmanager
-def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]]:
-    """Context manager that opens a folder's files and returns their tensors by name, with the prefix of `names`."""
+def open_parameters(
+    folder: Path, config: LlamaConfig | GPTConfig, shapes: Callable[[], Mapping[str, tuple[int, ...]]]
+) -> Generator[Callable[[str, Box], Tensor]]:
+    """Context manager that opens a folder's files, and returns a function that reads a box of a parameter, by name.
+
+    The box that is read may be a view of the mapped file.
+
+    Args:
+        shapes: returns the shape of each parameter; called once the number of layers is checked.
+
+    Raises:
+        ValueError: a file is missing or broken, or the files have tensors of other names, shapes or dtypes.
+    """
     with ExitStack() as stack:
+        # 1. Read the headers of all files.
         index = weight_map(folder)
-        files = [WEIGHTS] if index is None else sorted(set(index.values()))
         entries: dict[str, TensorEntry] = {}
-        for file in files:
+        for file in [WEIGHTS] if index is None else sorted(set(index.values())):
             try:
                 file_entries, _ = open_tensors(folder / file, stack)
             except (OSError, SafetensorError, MemoryError) as error:
@@ -243,34 +245,25 @@ def open_entries(folder: Path, names: Names) -> Generator[dict[str, TensorEntry]
                     raise ValueError(f"{folder / INDEX} lists {join_faults(missing_names)} in {file}, which lacks it")
                 file_entries = {name: entry for name, entry in file_entries.items() if index.get(name, file) == file}
             entries |= file_entries
+        # 2. The folder of a base model has names without the prefix. A head's name has no prefix in any folder.
+        names = GPT2 if isinstance(config, GPTConfig) else LLAMA
         entries = {key: entry for key, entry in entries.items() if not names.ignored.fullmatch(key)}
-        # The folder of a base model has names without the prefix. A head's name has no prefix in any folder.
         if not any(key.startswith(names.prefix) for key in entries):
             entries = {key if key.startswith("lm_head.") else names.prefix + key: entries[key] for key in entries}
-        yield entries
-
-
-def check_entries(folder: Path, entries: Mapping[str, TensorEntry], expected_slices: Mapping[str, FileSlice]) -> None:
-    """Raises ValueError unless entries have the names and shapes of `expected_slices`, and dtypes of `FLOATS`."""
-    if faults := list(
-        differences(entries, {file_slice.name: file_slice.shape for file_slice in expected_slices.values()})
-    ):
-        raise ValueError(f"the weights in {folder} do not fit its {CONFIG}: {join_faults(faults, '; ')}")
-
-
-def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable[[Any], nn.Module]) -> None:
-    """Raises ValueError unless the folder's weights have the shapes of the config's model. Reads headers only.
-
-    Args:
-        build: builds a model from a config.
-    """
-    with open_entries(folder, names_of(config)) as entries:
-        # Checked first, because a config file may state any number of layers, and `parameter_shapes` lists them all.
+        # 3. Compare them with the model. A config file may state any number of layers, and `shapes` lists them all, so
+        # the number is checked first.
+        misfit = f"the weights in {folder} do not fit its {CONFIG}"
         if config.layers > len(entries):
-            raise ValueError(
-                f"the weights in {folder} do not fit its {CONFIG}: {len(entries)} tensors, and {config.layers} layers"
-            )
-        check_entries(folder, entries, file_slices(config, parameter_shapes(build, config)))
+            raise ValueError(f"{misfit}: {len(entries)} tensors, and {config.layers} layers")
+        slices = file_slices(config, shapes())
+        if faults := list(differences(entries, {file_slice.name: file_slice.shape for file_slice in slices.values()})):
+            raise ValueError(f"{misfit}: {join_faults(faults, '; ')}")
+
+        def read(name: str, box: Box) -> Tensor:
+            file_slice = slices[name]
+            return file_slice.transpose(entries[file_slice.name].read(file_slice.index(box)))
+
+        yield read
 
 
 def differences(entries: Mapping[str, TensorEntry], shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:

@@ -30,7 +30,15 @@ class SavePlanner(DefaultSavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        self.plan = replace(plan, items=[at_offsets(item, self.state_dict[item.index.fqn]) for item in plan.items])
+        items: list[WriteItem] = []
+        for item in plan.items:
+            x = self.state_dict[item.index.fqn]
+            if item.tensor_data is not None and has_local_chunk(x):
+                chunk = local_chunk(x)
+                index, data = MetadataIndex(item.index.fqn, chunk.offsets), replace(item.tensor_data, chunk=chunk)
+                item = replace(item, index=index, tensor_data=data)
+            items.append(item)
+        self.plan = replace(plan, items=items)
         return self.plan
 
 
@@ -52,15 +60,6 @@ class LoadPlanner(DefaultLoadPlanner):
 def has_local_chunk(x: Any) -> bool:
     """Returns True for a `DTensor` on a mesh that includes this rank."""
     return isinstance(x, DTensor) and x.device_mesh.get_coordinate() is not None
-
-
-def at_offsets(item: WriteItem, x: Any) -> WriteItem:
-    """Returns the item with the offsets and sizes of the local chunk of `x`; unchanged if `x` is not a `DTensor`."""
-    if not has_local_chunk(x) or item.tensor_data is None:
-        return item
-    chunk = local_chunk(x)
-    index = MetadataIndex(item.index.fqn, chunk.offsets)
-    return replace(item, index=index, tensor_data=replace(item.tensor_data, chunk=chunk))
 
 
 def local_chunk(x: DTensor) -> ChunkStorageMetadata:
