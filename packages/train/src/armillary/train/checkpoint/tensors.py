@@ -81,7 +81,7 @@ def check_complete(chunks: Iterable[Chunk], shapes: Mapping[str, Shape]) -> None
 def save_tensors(folder: Path, state: Mapping[str, Any], ranks: Ranks | None = None) -> dict[str, FileRecord]:
     """Writes the tensors of a state. Collective: rank N writes `rank-N.safetensors`, and `rank-N-1` and so on if large.
 
-    Ranks exchange about 200 bytes per chunk. Each rank copies one tensor to the host at a time.
+    Each rank sends about 100 bytes per chunk to every other rank, and copies one tensor to the host at a time.
 
     Args:
         folder: existing folder for the files, which are flushed to disk.
