@@ -24,7 +24,7 @@ from armillary.train.checkpoint import LoadPlanner
 from armillary.train.checkpoint.checkpoints import commit
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Damaged, FileRecord, Manifest
-from armillary.train.checkpoint.state import Checkpoint
+from armillary.train.checkpoint.state import SavedCheckpoint
 from armillary.train.checkpoint.tensors import SavedTensors, describe_tensor, save_tensors
 from armillary.train.parts import Ranks
 
@@ -315,7 +315,7 @@ def test_replicated_tensors_are_written_once_by_all_ranks_alike(worlds, tmp_path
 def opened_through(paths: list[Path]) -> bool:
     ranks = Ranks(timedelta(minutes=5))
     folder = CheckpointFolder(paths[ranks.rank])
-    checkpoint = Checkpoint.open(folder, 1, ranks)
+    checkpoint = SavedCheckpoint.open(folder, 1, ranks)
     ranks.close()
     return checkpoint.path == checkpoint.tensors.folder == folder.path_of(1)
 

@@ -16,7 +16,7 @@ from armillary.data import is_store
 from armillary.data.console import exit_on_error, parse, print_lines
 from armillary.models.parts import CONFIG, hub
 from armillary.train.checkpoint.manifest import Damaged, Manifest, file_fault
-from armillary.train.checkpoint.state import Checkpoint
+from armillary.train.checkpoint.state import SavedCheckpoint
 from armillary.train.checkpoint.tensors import SavedTensors
 from armillary.train.tokenizer import TokenSource, export_source
 
@@ -67,7 +67,7 @@ def export(options: Export) -> None:
         weights = tensors.read("model", dtype)
     except (Damaged, ValueError, OSError) as error:
         raise ValueError(f"{options.checkpoint}: {error}") from error
-    config = Checkpoint(options.checkpoint, manifest, tensors).config()
+    config = SavedCheckpoint(options.checkpoint, manifest, tensors).config()
     with export_source(tokens) as (source, tokenizer):
         hub.save(options.folder, config, weights, source)
     count, dtype = sum(x.numel() for x in weights.values()), next(iter(weights.values())).dtype

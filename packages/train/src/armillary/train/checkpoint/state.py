@@ -71,7 +71,7 @@ def settings(run: Run, ranks: int) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class SavedCheckpoint:
     """A checkpoint with the checksums and headers that its manifest states; no data has been read into tensors.
 
     Args:
@@ -84,7 +84,7 @@ class Checkpoint:
     newer_faults: Mapping[int, str] = field(default_factory=dict[int, str])
 
     @classmethod
-    def open(cls, folder: CheckpointFolder, step: int, ranks: Ranks) -> Checkpoint:
+    def open(cls, folder: CheckpointFolder, step: int, ranks: Ranks) -> SavedCheckpoint:
         """Verifies every byte of a checkpoint. Collective.
 
         Raises:
@@ -110,7 +110,7 @@ class Checkpoint:
         return cls(path, manifest, tensors)
 
     @classmethod
-    def newest(cls, folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> Checkpoint | None:
+    def newest(cls, folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> SavedCheckpoint | None:
         """Verifies checkpoints, newest first, until one is intact; returns None if there are none. Collective.
 
         Args:
@@ -166,7 +166,7 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
         OSError: the folder cannot be changed; on every rank.
     """
     ranks.on_first(folder.clear)
-    checkpoint = Checkpoint.newest(folder, ranks, "; name another --train.output to start anew")
+    checkpoint = SavedCheckpoint.newest(folder, ranks, "; name another --train.output to start anew")
     if checkpoint is None:
         return None
     path, manifest, tensors = checkpoint.path, checkpoint.manifest, checkpoint.tensors

@@ -15,7 +15,7 @@ from armillary.models.parts import weight_map
 from armillary.train.build import precision, shard_model
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.manifest import Damaged
-from armillary.train.checkpoint.state import Checkpoint
+from armillary.train.checkpoint.state import SavedCheckpoint
 from armillary.train.config.sections import Config, ParallelConfig
 from armillary.train.generate.command import PROGRAM, Generate
 from armillary.train.generate.source import ModelSource
@@ -46,7 +46,7 @@ def load_model(
     return model, checkpoint.manifest.step
 
 
-def intact_checkpoint(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> Checkpoint:
+def intact_checkpoint(folder: CheckpointFolder, step: int | None, ranks: Ranks) -> SavedCheckpoint:
     """Returns the checkpoint of `step`, by default the newest intact one. Collective.
 
     Raises:
@@ -54,10 +54,10 @@ def intact_checkpoint(folder: CheckpointFolder, step: int | None, ranks: Ranks) 
     """
     if step is not None:
         try:
-            return Checkpoint.open(folder, step, ranks)
+            return SavedCheckpoint.open(folder, step, ranks)
         except Damaged as damage:
             raise ValueError(f"{folder.path_of(step)}: {damage}; give another --step") from damage
-    checkpoint = Checkpoint.newest(folder, ranks)
+    checkpoint = SavedCheckpoint.newest(folder, ranks)
     if checkpoint is None:
         raise ValueError(f"{folder.path}: no checkpoint in it yet")
     for damaged_step, fault in checkpoint.newer_faults.items() if ranks.rank == 0 else ():
