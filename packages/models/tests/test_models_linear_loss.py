@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.attention.parts import simulating
 from armillary.core.testing import mesh, relative_error
 from armillary.models import Llama, LlamaConfig, initialize, linear_token_loss, token_loss
-from armillary.models.loss.linear_chunks import chunk_slices
 from armillary.models.parts import loss_chunk_tokens
 
 B, T, E, V = 2, 37, 12, 101
@@ -291,12 +291,34 @@ def test_under_fsdp_the_loss_gets_the_gathered_weight(worlds, tied, backend):
         assert max(relative_error(actual[name], x.grad) for name, x in model.named_parameters()) < 2e-6
 
 
+class TokensOfLogits(TorchFunctionMode):
+    """Records for each call of `F.linear` its number of tokens, and the first feature of its first token."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            self.calls.append((len(args[0]), args[0][0, 0].item()))
+        return func(*args, **(kwargs or {}))
+
+
+def chunks_of(rows, tokens, chunk):
+    """The chunks of which `linear_token_loss` computes logits, as (first token, number of tokens)."""
+    hidden = torch.arange(rows * tokens, dtype=torch.float32).view(rows, tokens, 1)
+    labels = torch.zeros(rows, tokens, dtype=torch.long)
+    with TokensOfLogits() as mode:
+        linear_token_loss(hidden, torch.ones(3, 1), labels, chunk=chunk)
+    return [(int(first), count) for count, first in mode.calls]
+
+
 def test_a_simulation_computes_the_first_two_chunks_and_the_last():
-    every = chunk_slices((2, 10), 4, 1)
-    assert every == [slice(start, start + 4) for start in range(0, 20, 4)]
+    every = chunks_of(2, 10, 4)
+    assert every == [(start, 4) for start in range(0, 20, 4)]
     with simulating():
-        assert chunk_slices((2, 10), 4, 1) == [*every[:2], every[-1]]
-        assert chunk_slices((2, 6), 4, 1) == every[:3] and chunk_slices((0, 6), 4, 1) == []
+        assert chunks_of(2, 10, 4) == [*every[:2], every[-1]]
+        assert chunks_of(2, 6, 4) == every[:3] and chunks_of(0, 6, 4) == []
 
 
 def test_chunks_stay_within_their_bytes():

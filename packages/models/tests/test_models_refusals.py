@@ -177,11 +177,15 @@ CALLS: dict[Callable[..., object], list[tuple[dict[str, object], str]]] = {
         ({"weights": torch.tensor([1.0, -1, 1])}, "weights.*-1"),
         ({"weights": torch.tensor([1.0, torch.inf, 1])}, "weights"),
     ],
-    partial(linear_argmax, HIDDEN, WEIGHT): [({"labels": LABELS[:, :4]}, r"hidden.*weight.*\(2, 7, 6\)")],
+    partial(linear_argmax, HIDDEN, WEIGHT): [
+        ({"labels": LABELS[:, :4]}, r"hidden.*weight.*\(2, 7, 6\)"),
+        ({"labels": triples((1, 2, 3))}, "labels.*LabelTriples"),
+    ],
     partial(token_logprobs, HIDDEN, WEIGHT): [
         ({"labels": LABELS.float()}, "labels"),
         ({"labels": LABELS[:, :6]}, "labels"),
         ({"labels": LABELS[0, :3]}, "labels"),
+        ({"labels": triples((1, 2, 3))}, "labels.*LabelTriples"),
         ({"labels": LABELS[0, :3], "positions": torch.zeros(2).long()}, "positions"),
         ({"labels": LABELS[0, :1], "positions": torch.tensor([14])}, "14"),
         ({"labels": LABELS, "temperature": 0.0}, "temperature"),

@@ -42,7 +42,7 @@ class LabelTriples:
             raise ValueError(f"positions, labels and weights must be [M] each, on the CPU; got {shapes} on {devices}")
         if positions.is_floating_point() or labels.is_floating_point():
             raise ValueError(f"positions and labels must be integers; got {positions.dtype} and {labels.dtype}")
-        # Sorted, so that `within` can find the labels of a chunk by binary search.
+        # Sorted, so that the labels of a chunk of tokens are found by binary search.
         order = torch.argsort(positions, stable=True)
         self.shape = (int(shape[0]), int(shape[1]))
         """(B, T)"""
@@ -82,13 +82,8 @@ class LabelTriples:
     def row(self, i: int) -> LabelTriples:
         """Returns the labels of row `i` as a batch of one row. Call it before `to`, on CPU tensors."""
         tokens = self.shape[1]
-        triples = self.within(i * tokens, (i + 1) * tokens)
+        bounds = torch.searchsorted(self.host_positions, torch.tensor([i * tokens, (i + 1) * tokens]))
+        triples = slice(*bounds.tolist())
         return LabelTriples(
             self.host_positions[triples] - i * tokens, self.labels[triples], self.weights[triples], (1, tokens)
         )
-
-    def within(self, first: int, stop: int) -> slice:
-        """Returns the slice of the triples whose positions are `first` to `stop - 1`."""
-        # The copy on the CPU is searched: reading `positions` from a GPU would wait for it.
-        bounds = torch.searchsorted(self.host_positions, torch.tensor([first, stop])).tolist()
-        return slice(*bounds)

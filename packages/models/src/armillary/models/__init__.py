@@ -21,10 +21,8 @@ from armillary.models.sample import Sampling, generate, stream
 from armillary.models.state_config import Mixer, StateConfig
 
 if TYPE_CHECKING:
-    from armillary.models.loss.linear_argmax import linear_argmax
-    from armillary.models.loss.linear_loss import linear_token_loss
-    from armillary.models.loss.token_logprobs import TokenStatistics, token_logprobs
-    from armillary.models.loss.token_loss import token_loss
+    from armillary.models.loss.losses import linear_token_loss, token_loss
+    from armillary.models.loss.predictions import TokenStatistics, linear_argmax, token_logprobs
     from armillary.models.parallel import parallelize, shard_parameters, tensor_parallel
 
 __all__ = [
@@ -61,13 +59,8 @@ __all__ = [
 ]
 
 _SLOW_MODULES = {
-    "armillary.models.loss.linear_argmax": ("linear_argmax",),
-    "armillary.models.loss.linear_loss": ("linear_token_loss",),
-    "armillary.models.loss.token_logprobs": (
-        "TokenStatistics",
-        "token_logprobs",
-    ),
-    "armillary.models.loss.token_loss": ("token_loss",),
+    "armillary.models.loss.losses": ("linear_token_loss", "token_loss"),
+    "armillary.models.loss.predictions": ("TokenStatistics", "linear_argmax", "token_logprobs"),
     "armillary.models.parallel": (
         "parallelize",
         "shard_parameters",

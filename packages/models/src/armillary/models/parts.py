@@ -18,10 +18,10 @@ from armillary.models.layers.projections import HeadProjections
 from armillary.models.layers.state_mixers import STATE_MIXERS, Recurrence
 
 if TYPE_CHECKING:
-    from armillary.models.loss.linear_loss import loss_chunk_tokens
+    from armillary.models.loss.head import loss_chunk_tokens
 
 _SLOW_NAMES = {
-    "armillary.models.loss.linear_loss": ("loss_chunk_tokens",),
+    "armillary.models.loss.head": ("loss_chunk_tokens",),
 }
 """Modules that need FSDP2 or torch.compile, which take seconds to import, and their names here."""
 

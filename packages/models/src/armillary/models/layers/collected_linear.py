@@ -45,11 +45,15 @@ class HeadRows:
         if more_runs or run.step != 1:
             self.add_to(total, product(dy, x, total.dtype))
             return
-        rows = total[run.start * self.dim : run.stop * self.dim]
-        if dy.dtype == total.dtype or not dy.is_cuda:  # addmm with out_dtype exists on CUDA only
-            rows.addmm_(dy.T.to(total.dtype), x.to(total.dtype))
-        else:
-            torch.addmm(rows, dy.T, x, out_dtype=total.dtype, out=rows)
+        add_product(total[run.start * self.dim : run.stop * self.dim], dy, x)
+
+
+def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Adds dy^T x to `total`, whose dtype may be wider. `addmm` with `out_dtype` exists on CUDA only."""
+    if dy.dtype == total.dtype or not dy.is_cuda:
+        total.addmm_(dy.T.to(total.dtype), x.to(total.dtype))
+    else:  # tensor cores multiply in the narrow dtype and accumulate in the wide one, without a product in memory
+        torch.addmm(total, dy.T, x, out_dtype=total.dtype, out=total)
 
 
 def product(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -66,8 +66,6 @@ class VocabularyShard:
         """True if this rank has all rows."""
         return self.axis.size == 1
 
-    # -- tokens -------------------------------------------------------------------------------------------------------
-
     def token_counts(self, tokens: int) -> list[int]:
         """Returns how many of a chunk's tokens each rank owns; equal numbers if R divides `tokens`."""
         base, remainder = divmod(tokens, self.axis.size)
@@ -105,8 +103,6 @@ class VocabularyShard:
 
         Bytes sent: both numbers of each token of the other ranks, kind "reduce_scatter".
         """
-        if self.alone:
-            return lse, label_logits
         # One message per pair of ranks has both. A reduce-scatter cannot merge log-sum-exps, so each rank receives the
         # unreduced parts of its own tokens and merges them.
         messages = start_scatter_parts(
@@ -120,26 +116,17 @@ class VocabularyShard:
 
         Bytes sent: (R - 1) scalars, kind "all_gather".
         """
-        own_sum = losses.sum()
-        if self.alone:
-            return own_sum
-        return start_all_gather(own_sum.view(1), self.axis, [1] * self.axis.size, 0).wait().sum()
+        return self.gather_all(losses.sum().view(1)).sum()
 
-    # -- labels and logits --------------------------------------------------------------------------------------------
+    def gather_all(self, x: Tensor) -> Tensor:
+        """Returns a tensor of all ranks, x -> [R, *x.shape] in rank order.
+
+        Bytes sent: (R - 1) times the bytes of `x`, kind "all_gather".
+        """
+        return start_all_gather(x.unsqueeze(0), self.axis, [1] * self.axis.size, 0).wait()
 
     def local_columns(self, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
         """Returns each label's column of this rank's logits, or 0, and True if the label is valid and on this rank."""
-        if self.alone:
-            return labels.where(valid, 0), valid
         columns = labels - self.first
         on_this_rank = valid & (columns >= 0) & (columns < self.rows)
         return columns.where(on_this_rank, 0), on_this_rank
-
-    def scale_by_mass(self, x: Tensor, rank_lse: Tensor, lse: Tensor) -> Tensor:
-        """Returns x [C, 1] times exp(rank_lse - lse), the probability of this rank's rows.
-
-        Args:
-            rank_lse: log-sum-exp over this rank's rows.
-            lse: log-sum-exp over the whole vocabulary.
-        """
-        return x if self.alone else x * (rank_lse - lse).exp()
