@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from armillary.core.parts import compat
-from armillary.models.activation_checkpoint.block_run import BlockRun
 from armillary.models.activation_checkpoint.offload import OffloadedTensors, finish_latest_copy
+from armillary.models.activation_checkpoint.runs import BlockRun
 
 TensorName = Literal["x", "attention_output"]
 """A block's input x, or its attention's output: the two tensors out and lse."""

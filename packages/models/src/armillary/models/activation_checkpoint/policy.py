@@ -24,7 +24,6 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -34,19 +33,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.attention import AttentionSpec, Method, Projected, UPipe
-from armillary.attention.parts import GradientSums, RNGReplay, capture_autocast
+from armillary.attention import Method
+from armillary.attention.parts import GradientSums, capture_autocast
 from armillary.core import label
 from armillary.core.parts import phase
-from armillary.models.activation_checkpoint.block_run import BlockRun
 from armillary.models.activation_checkpoint.checkpoint import Checkpoint
 from armillary.models.activation_checkpoint.gradient_buffer import writable
+from armillary.models.activation_checkpoint.runs import BlockRun, CheckpointedRun, StateRun
 from armillary.models.activation_checkpoint.segments import Keep, tensors_by_block
-from armillary.models.activation_checkpoint.state_run import StateRun
 from armillary.models.block import Block, Context, Decoder, attend, run_plainly
 from armillary.models.layers import chunked
 from armillary.models.layers.chunked import trained_parameters
-from armillary.models.layers.projections import ProjectionModule
 from armillary.models.layers.state_mixers import StateMixer
 
 Policy = Literal["none", "layer", "attention_output"]
@@ -183,117 +180,6 @@ def run_checkpointed(
     else:
         block_run = CheckpointedRun.of(x, block, context, keep, chunk, prefetch)
     return cast(Tensor, cast(Any, CheckpointedBlock).apply(block_run, previous, x, *params))
-
-
-@dataclass
-class CheckpointedRun(BlockRun):
-    """One run of a block with attention, forward and backward."""
-
-    needs_output = True
-
-    upipe: UPipe
-    call: AttentionSpec
-
-    @classmethod
-    def of(
-        cls, x: Tensor, block: Block, context: Context, keep: Keep, chunk: int | None, prefetch: bool
-    ) -> CheckpointedRun:
-        """Returns the run of a block on x [B, T, E]. Raises ValueError if attention does not accept the call."""
-        method = cast(Method, block.attention)
-        # Attention gets the tokens of all tensor-parallel ranks. The check reads only shapes, so a view of x that has
-        # as many tokens is enough.
-        attention_x = x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
-        # `method` checks the call, and not the UPipe below: all blocks share the method, so its cache has the result
-        # from the first block. The UPipe is a new object with an empty cache.
-        call = method.check_projected(
-            attention_x,
-            block.projections(context, True),
-            mask=context.mask,
-            layout=context.layout,
-        )
-        return cls(block, context, keep, chunk, prefetch, UPipe.for_method(method), call)
-
-    def source(self, x: Tensor, dx: Tensor | None = None, totals: GradientSums | None = None) -> Projected:
-        """Returns the source of q, k and v, which projects x for a few heads at a time.
-
-        Args:
-            x: the input of the projections (`attention_input`).
-            dx: the gradient of x is added to it in backward.
-            totals: the gradients of parameters are added to it in backward.
-        """
-        projections = self.block.projections(self.context, normed=self.gathered_ranks > 1)
-        totals = GradientSums() if totals is None else totals
-        return Projected(x, projections, self.chunk, dx, totals, self.draws)
-
-    def attention_input(self, x: Tensor) -> Tensor:
-        """Returns the input of the projections.
-
-        Without tensor parallelism it is x: the projections apply the norm, again for each stage of heads. Under tensor
-        parallelism it is norm(x) of all ranks' tokens, so that the tokens are gathered only once.
-        """
-        if self.gathered_ranks == 1:
-            return x
-        normed_x = chunked.forward(self.block.norm, (x,), RNGReplay(), self.chunk, gathered_ranks=self.gathered_ranks)
-        return normed_x[:, : self.context.tokens]
-
-    def attend(self, x: Tensor, buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Computes out and lse, without autograd. `buffer` is memory for out."""
-        with label("attention"):
-            return self.upipe.attend(self.source(self.attention_input(x)), self.call, buffer)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (the block's result, out, lse). The result overwrites out if it fits and out is not stored."""
-        # `key_heads` has an entry for each of this rank's query heads. `tokens` counts the padding of gathered tokens.
-        heads, tokens = len(self.call.key_heads), x.shape[1] * self.gathered_ranks
-        width = self.gathered_ranks * heads * cast(ProjectionModule, self.block.mixer).head_dim
-        # The result [B, T, E] cannot overwrite out [B, tokens, heads, D] if backward needs out, or if their numbers of
-        # elements differ.
-        if self.keep.attention_output or x.shape[2] != width or tokens != self.context.tokens:
-            out, lse = self.attend(x)
-            return self.after_attention(x, out, None), out, lse
-        with label("checkpoints"):  # y is the next block's x, which that block stores
-            y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        out_buffer = y.view(len(y), tokens, heads, -1)
-        out, lse = self.attend(x, out_buffer)
-        # Under autocast `attend` may return out in another dtype, and so in other memory: a third tensor.
-        return self.after_attention(x, out, y), out, lse
-
-    def differentiate(
-        self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
-    ) -> None:
-        """Overwrites dx, which is dy on entry, by the gradient of x. See `BlockRun.differentiate`."""
-        out, lse = output
-        projections = self.block.projections(self.context, normed=False)
-        needs_attention = needs_dx or any(p.requires_grad for p in projections.parameters())
-        # 1. Backward of the token-wise part. Chunk by chunk it reads dy from `dx`, and overwrites dy by the gradient of
-        # x through the residual and the MLP. Also writes dout.
-        with label("attention"):
-            dout = torch.empty_like(out) if needs_attention else None
-        with label("mlp"):
-            grads = (dx if needs_dx else None, dout)
-            chunking = self.chunk, self.gathered_ranks
-            chunked.backward(self.block.after_attention, (x, out), dx, grads, totals, self.draws, *chunking)
-        if dout is None:
-            return
-        # 2. Backward of attention and of the projections, one stage of heads after the other. Adds to dx.
-        with label("attention"):
-            if self.gathered_ranks == 1:
-                source = self.source(x, dx if needs_dx else None, totals)
-                self.upipe.differentiate(dout, source, out, lse, self.call)
-            else:
-                self.differentiate_gathered(x, out, lse, dout, dx, totals)
-
-    def differentiate_gathered(
-        self, x: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dx: Tensor, totals: GradientSums
-    ) -> None:
-        """Adds attention's gradient to dx under tensor parallelism: through the gather of tokens, and the norm."""
-        # Attention's input is the gathered norm(x). Its gradient goes back through the reduce-scatter and the norm.
-        gathered_dx = x.new_zeros((len(x), x.shape[1] * self.gathered_ranks, x.shape[2]))
-        source = self.source(self.attention_input(x), gathered_dx[:, : self.context.tokens], totals)
-        self.upipe.differentiate(dout, source, out, lse, self.call)
-        norm_dx, chunking = torch.empty_like(dx), (self.chunk, self.gathered_ranks)
-        chunked.backward(self.block.norm, (x,), gathered_dx, (norm_dx,), totals, RNGReplay(), *chunking)
-        dx += norm_dx
 
 
 class CheckpointedBlock(torch.autograd.Function):
