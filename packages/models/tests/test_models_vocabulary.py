@@ -149,18 +149,21 @@ def test_no_valid_label_gives_zero(worlds):
     assert not any(x.any() for x in gradients)
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(4, torch.bfloat16), (2, torch.float32)])
-def test_low_precision_is_as_exact_as_on_one_rank(worlds, ranks, dtype):
-    case = Case(2, 512, 101, 16, chunk=64, dtype=dtype)
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "z_loss"), [(4, torch.bfloat16, 0.0), (2, torch.bfloat16, 0.1), (2, torch.float32, 0.0)]
+)
+def test_low_precision_is_as_exact_as_on_one_rank(worlds, ranks, dtype, z_loss):
+    """Errors against float64. Each rank rounds its part of the hidden states' gradient before the sum."""
+    case = Case(2, 512, 101, 16, chunk=64, z_loss=z_loss, dtype=dtype)
     *tensors, labels = case.inputs()
     leaves = leaves_of(case, *tensors)
-    total, count = linear_token_loss(leaves[0], leaves[1], labels, bias=leaves[2], chunk=64)
+    total, count = linear_token_loss(leaves[0], leaves[1], labels, bias=leaves[2], chunk=64, z_loss=z_loss)
     one_rank, expected = (total.detach(), count.item(), *gradients(total, leaves)), exact(case)
     result = assemble([rank[0] for rank in worlds(ranks).run(run_cases, [case])])
     assert [x.dtype for x in (result[0], *result[2:])] == [torch.float32, dtype, dtype, dtype]
     for i in (0, 2, 3, 4):
         sharded_error, one_rank_error = relative_error(result[i], expected[i]), relative_error(one_rank[i], expected[i])
-        assert sharded_error < 2 * one_rank_error + 5e-7, (i, sharded_error, one_rank_error)
+        assert sharded_error < 1.5 * one_rank_error + 5e-7, (i, sharded_error, one_rank_error)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -199,30 +202,6 @@ def test_no_op_returns_all_hidden_states_or_all_logits_of_a_shard(worlds):
     for largest in worlds(ranks).run(largest_allocation, case):
         assert largest == max(own_hidden, own_weight, case.chunk * case.E, case.chunk * case.V // ranks)
         assert largest < min(case.B * case.T * case.E, case.B * case.T * case.V // ranks)
-
-
-@pytest.mark.parametrize("z_loss", [0.0, 0.1])
-def test_bfloat16_shards_are_as_exact_as_one_rank_in_bfloat16(worlds, z_loss):
-    """Errors against float64. Each rank rounds its part of the hidden states' gradient before the sum."""
-    case = Case(2, 64, 90, 16, chunk=32, z_loss=z_loss, dtype=torch.bfloat16)
-    expected, sharded = exact(case), assemble(worlds(2).run(run_case, case))
-    one_rank = assemble([run_case_on_one_rank(case)])
-    sharded_errors, one_rank_errors = (
-        [relative_error(g, e) for g, e in zip(actual, expected, strict=True) if not isinstance(e, int)]
-        for actual in (sharded, one_rank)
-    )
-    assert all(g < 1.5 * u + 1e-6 for g, u in zip(sharded_errors, one_rank_errors, strict=True)), (
-        sharded_errors,
-        one_rank_errors,
-    )
-
-
-def run_case_on_one_rank(case):
-    """`run_case` on one rank, without an axis."""
-    *tensors, labels = case.inputs()
-    leaves = leaves_of(case, *tensors)
-    total, count = linear_token_loss(leaves[0], leaves[1], labels, bias=leaves[2], chunk=case.chunk, z_loss=case.z_loss)
-    return total.detach(), count.item(), *gradients(total, leaves), {}
 
 
 def masked_rows():
