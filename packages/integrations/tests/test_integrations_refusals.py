@@ -457,6 +457,10 @@ ON_RANKS: list[tuple[Callable[[], object], str]] = [
         lambda: llama(position_ids=lambda s: s.positions - 2 * (s.positions > 30), options=RESTARTS),
         "at position 31 of row 0 has position id 29, which is not beyond",
     ),
+    (
+        lambda: llama(position_ids=lambda s: s.positions - (s.positions > 30).long(), options=RESTARTS),
+        "at position 31 of row 0 has position id 30, which is not beyond",
+    ),
     (lambda: llama(cu_seq_lens_q=torch.tensor([0, SHARD])), "whole sequence"),
     (lambda: llama(config={"attention_dropout": 0.1}), "attention_dropout=0"),
     (lambda: llama(edit=lambda m: m.set_attn_implementation("armillary"), output_attentions=True), "output_attentions"),
