@@ -109,7 +109,7 @@ def sent_bytes(attention: AttentionChoice, sizes: CallSizes, rank: int = 0) -> d
         batch=sizes.rows,
         projected=False,
     )
-    plan = attention.comm_plan(shape, axes["ring"], axes["ulysses"])
+    plan = attention.method.comm_plan(shape, axes["ring"], axes["ulysses"])
     is_even = sizes.ranks > 1 and sizes.tokens % sizes.ranks == 0
     has_formula = is_even and not sizes.causal and not attention.method.head
     formula = attention.method.sequence_plan(axes["ring"]).published_bytes(shape) if has_formula else None

@@ -51,11 +51,11 @@ class Contender:
             dtype=torch.float32,
             projected=False,
         )
-        return self.attention.comm_plan(work, self.ring, self.ulysses)
+        return self.attention.method.comm_plan(work, self.ring, self.ulysses)
 
     def layout(self, shapes: Shapes) -> SequenceLayout:
         """The layout over the sequence axis, equal to `Method.layout` of the built method."""
-        return self.attention.layout(shapes.tokens * self.ring * self.ulysses, self.ring)
+        return self.attention.method.layout(shapes.tokens * self.ring * self.ulysses, self.ring)
 
     @property
     def attention(self) -> AttentionChoice:

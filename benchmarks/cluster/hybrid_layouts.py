@@ -144,7 +144,7 @@ def predicted(variant: str, tokens: int, state_seconds: float, block_seconds: fl
     shape = AttentionShape.of(
         attention, MASK, heads=HEADS, kv_heads=HEADS, head_dim=DIM, dtype=torch.float32, projected=False
     )
-    plan = AttentionChoice("ring").comm_plan(shape, RANKS, 1)
+    plan = AttentionChoice("ring").method.comm_plan(shape, RANKS, 1)
     pair = block_seconds / (tokens**2 * HEADS)
     passes = ((plan.forward, FORWARD), (plan.backward, BACKWARD))
     seconds = sum(plan_seconds(steps, cluster, pair * n / (FORWARD + BACKWARD)).seconds for steps, n in passes)

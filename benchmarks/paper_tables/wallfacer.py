@@ -119,7 +119,7 @@ def limits() -> Table:
     rows = list[Row]()
     for team in (1, *TEAMS):
         choice = AttentionChoice("ring") if team == 1 else AttentionChoice("wallfacer", team=team)
-        steps = sum(any(step.pairs) for step in choice.comm_plan(shape, ranks, 1).forward)
+        steps = sum(any(step.pairs) for step in choice.method.comm_plan(shape, ranks, 1).forward)
         rows.append(Row(f"C = {team}: steps in which all pairs meet", ranks // team**2, steps))
     text = (
         "Attention as an n-body problem with direct interactions: P processors hold C copies of N / P bodies each, and "

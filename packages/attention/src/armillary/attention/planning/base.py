@@ -27,7 +27,7 @@ class MethodPlan:
         method: name of the method, for errors.
     """
 
-    method: str = field(default="?", kw_only=True)
+    method: str = field(default="?", kw_only=True, compare=False)
 
     def missing(self, function: str) -> ValueError:
         """Returns the error for a function that the method's plan does not override."""

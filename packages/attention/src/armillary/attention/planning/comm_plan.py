@@ -327,58 +327,37 @@ def overlap(moves: Iterable[Move], next_steps: Steps) -> Steps:
     return (first._replace(moves=(*moves, *first.moves)), *next_steps[1:])
 
 
-def renumber(group_steps: Steps, ranks: Sequence[int], total: int) -> Steps:
-    """Renumbers the ranks of a group's steps: rank r becomes rank `ranks[r]` of `total` ranks."""
-
-    def renumber_moves(moves: Sequence[Move]) -> tuple[Move, ...]:
-        return tuple(
-            move._replace(sends=tuple(Send(ranks[source], ranks[target], size) for source, target, size in move.sends))
-            for move in moves
-        )
-
-    # Ranks of other groups compute 0 pairs in these steps; `side_by_side` merges the steps of all groups.
-    def renumber_step(step: Step) -> Step:
-        pairs = [0] * total if step.pairs else []
-        blocks: list[Block | None] = [None] * total if step.blocks else []
-        for rank, count in zip(ranks, step.pairs, strict=False):
-            pairs[rank] = count
-        for rank, block in zip(ranks, step.blocks, strict=False):
-            blocks[rank] = block
-        return Step(renumber_moves(step.moves), tuple(pairs), renumber_moves(step.later_moves), tuple(blocks))
-
-    return tuple(map(renumber_step, group_steps))
-
-
-def side_by_side(group_steps: Sequence[Steps]) -> Steps:
+def side_by_side(groups: Sequence[tuple[Steps, Sequence[int]]], total: int) -> Steps:
     """Merges the steps of disjoint groups of ranks that run at the same time: all first steps, all second steps, ...
 
     Args:
-        group_steps: steps of each group, with ranks numbered as in the result (`renumber`).
+        groups: (steps, ranks) of each group. Its rank r is rank `ranks[r]` of the result.
+        total: number of ranks of the result. A rank that computes nothing in a step has 0 pairs and the block None.
     """
-    if len(group_steps) == 1:
-        return group_steps[0]
+    ranks_of = [ranks for _, ranks in groups]
+
+    def join_moves(group_moves: Iterable[Sequence[Move]]) -> tuple[Move, ...]:
+        # Joins moves of the same kind, axis and tensors: the first ones of all groups, then the second ones, and so on.
+        sends = dict[tuple[Kind, Role, tuple[str, ...], int], list[Send]]()
+        for ranks, moves in zip(ranks_of, group_moves, strict=True):
+            counts = Counter[tuple[Kind, Role, tuple[str, ...]]]()
+            for kind, axis, tensors, move_sends in moves:
+                label = (kind, axis, tensors)
+                joined_sends = sends.setdefault((*label, counts[label]), [])
+                joined_sends += [Send(ranks[source], ranks[target], size) for source, target, size in move_sends]
+                counts[label] += 1
+        return tuple(Move(*label[:3], tuple(joined_sends)) for label, joined_sends in sends.items())
 
     def join(same_time: Sequence[Step]) -> Step:
-        # Each rank is in one group. In the steps of other groups it has 0 pairs and the block None.
-        pairs = tuple(map(sum, zip(*(step.pairs for step in same_time if step.pairs), strict=True)))
-        by_rank = zip(*(step.blocks for step in same_time if step.blocks), strict=True)
-        blocks = tuple(next(filter(None, candidates), None) for candidates in by_rank)
-        moves, later_moves = _join_moves([s.moves for s in same_time]), _join_moves([s.later_moves for s in same_time])
-        return Step(moves, pairs, later_moves, blocks)
+        pairs: list[int] = [0] * total if any(step.pairs for step in same_time) else []
+        blocks: list[Block | None] = [None] * total if any(step.blocks for step in same_time) else []
+        for ranks, step in zip(ranks_of, same_time, strict=True):
+            for rank, count in zip(ranks, step.pairs, strict=False):  # a step without computation has no pairs
+                pairs[rank] = count
+            for rank, block in zip(ranks, step.blocks, strict=False):
+                blocks[rank] = block
+        moves = join_moves(step.moves for step in same_time)
+        later_moves = join_moves(step.later_moves for step in same_time)
+        return Step(moves, tuple(pairs), later_moves, tuple(blocks))
 
-    return tuple(join(same_time) for same_time in zip_longest(*group_steps, fillvalue=Step()))
-
-
-def _join_moves(group_moves: Sequence[Sequence[Move]]) -> tuple[Move, ...]:
-    """Joins the moves of all groups that have the same kind, axis and tensors.
-
-    If a group has several of these, the first ones of all groups are joined, then the second ones, and so on.
-    """
-    sends = dict[tuple[Kind, Role, tuple[str, ...], int], list[Send]]()
-    for moves in group_moves:
-        counts = Counter[tuple[Kind, Role, tuple[str, ...]]]()
-        for kind, axis, tensors, move_sends in moves:
-            label = (kind, axis, tensors)
-            sends.setdefault((*label, counts[label]), []).extend(move_sends)
-            counts[label] += 1
-    return tuple(Move(*label[:3], tuple(joined_sends)) for label, joined_sends in sends.items())
+    return tuple(map(join, zip_longest(*(group_steps for group_steps, _ in groups), fillvalue=Step())))

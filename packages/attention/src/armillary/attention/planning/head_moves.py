@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from armillary.attention.methods.head_shards import check_heads, split_heads
 from armillary.attention.planning.base import InnerPlan
@@ -13,7 +14,6 @@ from armillary.attention.planning.comm_plan import (
     Move,
     Payload,
     Steps,
-    renumber,
     send_to_each,
     side_by_side,
 )
@@ -35,7 +35,6 @@ class HeadMoves:
         self.work, self.ranks = work, ranks
         self.heads = split_heads(work.key_heads, ranks)
         self.sizes, self.key_sizes = work.layout.refine(ranks).sizes, work.key_layout.refine(ranks).sizes
-        self.groups = [range(r * ranks, (r + 1) * ranks) for r in range(work.layout.shards)]
 
     def to_heads(self, sizes: Sequence[int], heads: Sequence[range], tensor: str, size: int) -> Move:
         """Returns the all-to-all of a tensor from sequence shards to head shards.
@@ -46,19 +45,11 @@ class HeadMoves:
             tensor: name of the tensor.
             size: bytes of one token and head.
         """
-
-        def count(source: int, target: int) -> int:
-            return sizes[source] * len(heads[target % self.ranks])
-
-        return send_to_each("all_to_all", "ulysses", self.groups, Payload((tensor,), size), count)
+        return head_exchange(tuple(sizes), tuple(map(len, heads)), tensor, size, to_tokens=False)
 
     def to_tokens(self, sizes: Sequence[int], heads: Sequence[range], tensor: str, size: int) -> Move:
         """Returns the all-to-all from head shards back to sequence shards. Arguments as in `to_heads`."""
-
-        def count(source: int, target: int) -> int:
-            return sizes[target] * len(heads[source % self.ranks])
-
-        return send_to_each("all_to_all", "ulysses", self.groups, Payload((tensor,), size), count)
+        return head_exchange(tuple(sizes), tuple(map(len, heads)), tensor, size, to_tokens=True)
 
     def inner_plan(self, inner: InnerPlan, rank_calls: tuple[AttentionShape | None, ...]) -> CommPlan:
         """Returns the plan of the inner method on all P x U ranks.
@@ -72,9 +63,26 @@ class HeadMoves:
         # The first plan's `query_shards` and `key_shards` are those of all plans.
         return replace(
             inner_plans[0][0],
-            forward=side_by_side([renumber(plan.forward, ranks, total) for plan, ranks in inner_plans]),
-            backward=side_by_side([renumber(plan.backward, ranks, total) for plan, ranks in inner_plans]),
+            forward=side_by_side([(plan.forward, ranks) for plan, ranks in inner_plans], total),
+            backward=side_by_side([(plan.backward, ranks) for plan, ranks in inner_plans], total),
         )
+
+
+@lru_cache(maxsize=1024)  # the stages of UPipe have equal ones, and so have all methods around which a search puts it
+def head_exchange(sizes: tuple[int, ...], heads: tuple[int, ...], tensor: str, size: int, to_tokens: bool) -> Move:
+    """Returns the all-to-all of a tensor in each group of U ranks. Arguments as in `HeadMoves.to_heads`.
+
+    Args:
+        heads: for each rank of the head axis, its number of heads.
+        to_tokens: True for the way back, on which a rank sends its heads of the tokens of another rank.
+    """
+    ranks = len(heads)
+    groups = [range(first, first + ranks) for first in range(0, len(sizes), ranks)]
+
+    def count(source: int, target: int) -> int:
+        return sizes[target] * heads[source % ranks] if to_tokens else sizes[source] * heads[target % ranks]
+
+    return send_to_each("all_to_all", "ulysses", groups, Payload((tensor,), size), count)
 
 
 def of_heads(inner_steps: Steps, heads: Sequence[Sequence[int]]) -> Steps:

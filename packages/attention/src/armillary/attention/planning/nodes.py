@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
+from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.ring import Backward, check_backward
 from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.comm_plan import (
@@ -17,7 +18,6 @@ from armillary.attention.planning.comm_plan import (
     Step,
     Steps,
     move,
-    renumber,
     side_by_side,
     steps,
 )
@@ -33,6 +33,8 @@ from armillary.attention.planning.rotation import TokenSends, ring_reduce_sends,
 from armillary.attention.planning.send import Send
 from armillary.attention.planning.token_ring import TokenRingPlan
 from armillary.attention.rotation.nodes import NodeRings, NodeStep
+from armillary.attention.rotation.topology import RotatingSide
+from armillary.attention.tiling.partial_layout import PartialLayout
 
 
 @dataclass(frozen=True)
@@ -79,18 +81,20 @@ class NodeRingPlan(SequencePlan):
         return None
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
-        devices = self.devices(work.layout.shards)
-        inner_plan = cache(self.inner.comm_plan)  # if keys rotate in backward too, the same plans are needed again
-        forward = NodeSteps(work, NodeRings.of(devices, "keys", work.grid), inner_plan)
-        side = backward_side(work, self.backward)
-        backward = NodeSteps(work, NodeRings.of(devices, side, work.grid), inner_plan)
+        devices, inner_plan = self.devices(work.layout.shards), cache(self.inner.comm_plan)
+
+        @cache  # if keys rotate in backward too, both passes have the same rings
+        def steps_of(side: RotatingSide) -> NodeSteps:
+            return NodeSteps(work, NodeRings.of(devices, side, work.grid), inner_plan)
+
+        side, kv = backward_side(work, self.backward), work.payload("k", "v")
         if side == "keys":
-            rotating_payload, sums = work.payload("k", "v"), work.payload("dk", "dv")
+            rotating_payload, sums = kv, work.payload("dk", "dv")
         else:
             rotating_payload, sums = work.payload("q", "out", "dout", "lse"), work.payload("dq")
         return CommPlan(
-            forward.steps(work.payload("k", "v"), None, lambda plan: plan.forward),
-            backward.steps(rotating_payload, sums, lambda plan: plan.backward),
+            steps_of("keys").steps(kv, None, lambda plan: plan.forward),
+            steps_of(side).steps(rotating_payload, sums, lambda plan: plan.backward),
         )
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
@@ -187,15 +191,31 @@ class NodeSteps:
 
     def _attend(self, step: int, inner_steps: Callable[[CommPlan], Steps]) -> Steps:
         """Returns the inner method's steps during a step between nodes. All nodes run theirs at the same time."""
-        devices, by_node = self.rings.devices, list[Steps]()
-        for node in range(self.rings.nodes):
-            node_step = self.rings.step(node, step)
+        devices, by_node = self.rings.devices, list[tuple[Steps, range]]()
+        for node, node_step in enumerate(self._node_steps[step]):
             if node_step is not None:  # None: no pair of the node's queries and visiting keys is visible
-                work = replace(self.work, layout=node_step.layout, key_layout=node_step.key_layout)
-                plan = within_node(node_step, inner_steps(self.inner_plan(work)))
+                layout, key_layout = node_step.layout, node_step.key_layout
+                plan = self.inner_plan(replace(self.work, layout=layout, key_layout=key_layout))
                 first = self._rank(node, 0)
-                by_node.append(renumber(plan, range(first, first + devices), devices * self.rings.nodes))
-        return side_by_side(by_node) if by_node else ()
+                by_node.append((within_node(node_step, inner_steps(plan)), range(first, first + devices)))
+        return side_by_side(by_node, devices * self.rings.nodes)
+
+    @property
+    def _node_steps(self) -> list[list[NodeStep | None]]:
+        """The queries and keys in each node, at each step. Plans of calls with other heads share them."""
+        rings, nodes = self.rings, range(self.rings.nodes)
+        # Without documents, windows and patterns only the order of positions counts. Most nodes then have equal plans.
+        mask = self.work.mask
+        only_order_counts = mask == AttentionMask(mask.causal)
+
+        def node_step(node: int, step: int) -> NodeStep | None:
+            result = rings.step(node, step)
+            return without_gaps(result) if result and only_order_counts else result
+
+        return self.work.grid.cached(
+            ("nodes", rings.devices, rings.rotating_side),
+            lambda: [[node_step(node, step) for node in nodes] for step in nodes],
+        )
 
     def _rank(self, node: int, device: int) -> int:
         return node * self.rings.devices + device
@@ -215,6 +235,24 @@ def within_node(node_step: NodeStep, inner: Steps) -> Steps:
         Step(on_devices(step.moves), step.pairs, on_devices(step.later_moves), tuple(map(global_block, step.blocks)))
         for step in inner
     )
+
+
+def without_gaps(node_step: NodeStep) -> NodeStep:
+    """Returns the queries and keys of a node without the gaps between their positions, in the same order."""
+    layouts = node_step.layout, node_step.key_layout
+    spans = [span for layout in layouts for shard in layout.spans_by_shard for span in shard]
+    end, shift, shifts = 0, 0, dict[int, int]()  # end of the spans so far; shift of a span, by its start
+    for start, stop in sorted((span.start, span.stop) for span in spans):
+        shift += max(0, start - end)
+        end, shifts[start] = max(end, stop), shift
+
+    def close_gaps(layout: PartialLayout) -> PartialLayout:
+        def move_span(span: range) -> range:
+            return range(span.start - shifts[span.start], span.stop - shifts[span.start], span.step)
+
+        return PartialLayout((map(move_span, shard) for shard in layout.spans_by_shard), layout.length)
+
+    return node_step._replace(layout=close_gaps(node_step.layout), key_layout=close_gaps(node_step.key_layout))
 
 
 def spread(moves: Iterable[Move], inner: Steps) -> Steps:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from math import prod
 from typing import get_args
 
@@ -20,7 +21,7 @@ from armillary.attention.methods.teams import Placement
 from armillary.attention.planning.base import HeadPlan, MethodPlan, SequencePlan
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Role
 from armillary.attention.planning.memory import HeadStages
-from armillary.attention.planning.upipe import head_stages
+from armillary.attention.planning.upipe import UPipePlan, head_stages
 from armillary.attention.registry.entry import DEFAULT_OPTIONS, HeadEntry, MethodOptions, SequenceEntry
 from armillary.attention.registry.table import ALIASES, HEAD_METHODS, LOCAL, SEQUENCE_METHODS
 from armillary.core import SequenceLayout
@@ -162,8 +163,19 @@ class NamedMethod:
             raise ValueError(
                 f"the layout has {work.layout.shards} shards; {ring} are needed, one for each rank of ring"
             )
-        inner, head = self.sequence_plan(ring), self.head_plan(ulysses)
-        return inner.comm_plan(work) if head is None else head.comm_plan(work, ulysses, inner.comm_plan)
+        inner, head = partial(sequence_comm_plan, self.sequence_plan(ring)), self.head_plan(ulysses)
+        return inner(work) if head is None else head.comm_plan(work, ulysses, inner)
+
+    def checkpointed_comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan | None:
+        """Returns the plan in a block under a checkpoint policy; None if it is `comm_plan`.
+
+        There Ulysses runs as UPipe with all heads in one stage, so backward sends q, k, v and out again.
+        """
+        head = self.head_plan(ulysses)
+        if head is None or head.projects_in_stages or ulysses == 1:
+            return None
+        inner = partial(sequence_comm_plan, self.sequence_plan(ring))
+        return UPipePlan(method=self.name).comm_plan(work, ulysses, inner)
 
     def layout(self, length: int, ring: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
         """Returns the layout over `ring` ranks that `Method.layout` refines for the head axis."""
@@ -187,6 +199,12 @@ class NamedMethod:
                 raise ValueError(
                     f"{self.name} would leave axis {axis!r} with {sizes[axis]} ranks unused; use {other}, or {axis}=1"
                 )
+
+
+@lru_cache(maxsize=512)
+def sequence_comm_plan(plan: SequencePlan, work: AttentionShape) -> CommPlan:
+    """Returns `plan.comm_plan(work)`. In a search, most candidates share it with others on the head axis."""
+    return plan.comm_plan(work)
 
 
 def named_method(name: str, options: MethodOptions = DEFAULT_OPTIONS) -> NamedMethod:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -142,10 +143,10 @@ def sent_bytes(plan: CommPlan, ranks: int) -> SentBytes:
 
     def by_rank(steps: Sequence[Step]) -> tuple[int, ...]:
         sizes = [0] * ranks
-        for step in steps:
-            for move in (*step.moves, *step.later_moves):
-                for source, _, size in move.sends:
-                    sizes[source] += size
+        moves = Counter(move for step in steps for move in (*step.moves, *step.later_moves))  # stages repeat theirs
+        for move, times in moves.items():
+            for source, _, size in move.sends:
+                sizes[source] += times * size
         return tuple(sizes)
 
     return by_rank(plan.forward), by_rank(plan.backward)

@@ -252,10 +252,10 @@ def passes_of(
         margin: multiprocessors that a persistent kernel leaves to NCCL; None: `default_margin`.
         documents: boundaries of documents in each row of a step.
     """
-    mesh, attention, tp = candidate.mesh, candidate.attention, candidate.mesh.tp
+    mesh, method, tp = candidate.mesh, candidate.attention.method, candidate.mesh.tp
     mask = mask_of(documents, rows // mesh.replicas)
     shape = AttentionShape.of(
-        attention.layout(length, mesh.ring, candidate.layout, mask),
+        method.layout(length, mesh.ring, candidate.layout, mask),
         mask,
         heads=model.heads // tp,
         kv_heads=model.kv_heads // tp,
@@ -265,14 +265,14 @@ def passes_of(
     )
     # Each group of ring x ulysses ranks runs this plan. Groups along replicate, shard and tp run it at the same time
     # and share the links between nodes. `replicas` is replicate x shard.
-    comm_plan = attention.comm_plan(shape, mesh.ring, mesh.ulysses)
+    comm_plan = method.comm_plan(shape, mesh.ring, mesh.ulysses)
     margin = default_margin(mesh.ring) if margin is None else margin
     copies = mesh.replicas * tp
 
     def time(plan: CommPlan) -> Passes:
         return Passes.of(plan, cluster, model.head_dim, copies, length, kernel, margin, stride=tp)
 
-    passes, checkpointed_plan = time(comm_plan), attention.checkpointed_comm_plan(shape, mesh.ring, mesh.ulysses)
+    passes, checkpointed_plan = time(comm_plan), method.checkpointed_comm_plan(shape, mesh.ring, mesh.ulysses)
     if checkpointed_plan is not None:
         passes = replace(passes, checkpointed=time(checkpointed_plan))
     if not is_hybrid(model):

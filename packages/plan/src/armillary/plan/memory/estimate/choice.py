@@ -9,9 +9,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import AttentionMask, AttentionShape, CommPlan, Method
-from armillary.attention.plans import MethodOptions, NamedMethod, Placement, UPipePlan, named_method
-from armillary.core import SequenceLayout
+from armillary.attention import Method
+from armillary.attention.plans import MethodOptions, NamedMethod, Placement, named_method
 
 
 @dataclass(frozen=True)
@@ -56,24 +55,3 @@ class AttentionChoice:
     def mesh_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
         """Returns the axis sizes of the mesh on which the method is built. Methods over nodes split `ring` in two."""
         return self.method.mesh_axes(axes)
-
-    def layout(
-        self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None
-    ) -> SequenceLayout:
-        """Returns the layout over `ranks` sequence ranks. Unlike `Method.layout`, it has no shards for a head axis."""
-        return self.method.layout(length, ranks, kind, mask)
-
-    def comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan:
-        """Returns the communication plan on a mesh of ring x ulysses ranks."""
-        return self.method.comm_plan(work, ring, ulysses)
-
-    def checkpointed_comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan | None:
-        """Returns the plan in a block under a checkpoint policy; None if it is `comm_plan`.
-
-        There Ulysses runs as UPipe with all heads in one stage, so backward sends q, k, v and out again.
-        """
-        method = self.method
-        head = method.head_plan(ulysses)
-        if head is None or head.projects_in_stages or ulysses == 1:
-            return None
-        return UPipePlan(method=method.name).comm_plan(work, ulysses, method.sequence_plan(ring).comm_plan)
