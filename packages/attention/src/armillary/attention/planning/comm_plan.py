@@ -16,7 +16,6 @@ from typing import Literal, NamedTuple, get_args
 import torch
 
 from armillary.attention.mask import AttentionMask
-from armillary.attention.planning.send import Send
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, accumulation_dtype
 from armillary.core.parts import KINDS, PHASES, check_choice
@@ -37,6 +36,14 @@ class Payload(NamedTuple):
 
     tensors: tuple[str, ...]
     size: int
+
+
+class Send(NamedTuple):
+    """A message of `bytes` bytes from rank `source` to rank `target`."""
+
+    source: int
+    target: int
+    bytes: int
 
 
 class Move(NamedTuple):

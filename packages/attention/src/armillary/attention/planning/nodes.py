@@ -15,6 +15,7 @@ from armillary.attention.planning.comm_plan import (
     CommPlan,
     Move,
     Payload,
+    Send,
     Step,
     Steps,
     move,
@@ -28,10 +29,16 @@ from armillary.attention.planning.memory import (
     rotate_keys_forward,
     rotate_queries_backward,
 )
-from armillary.attention.planning.ring import RingPlan, backward_side, ring_backward_memory, rotates_queries
-from armillary.attention.planning.rotation import TokenSends, ring_reduce_sends, rotation_sends
-from armillary.attention.planning.send import Send
-from armillary.attention.planning.token_ring import TokenRingPlan
+from armillary.attention.planning.ring import (
+    RingPlan,
+    TokenRingPlan,
+    TokenSends,
+    backward_side,
+    ring_backward_memory,
+    ring_reduce_sends,
+    rotates_queries,
+    rotation_sends,
+)
 from armillary.attention.rotation.nodes import NodeRings, NodeStep
 from armillary.attention.rotation.topology import RotatingSide
 from armillary.attention.tiling.partial_layout import PartialLayout

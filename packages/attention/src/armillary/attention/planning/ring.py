@@ -1,23 +1,100 @@
-"""Plan of `Ring`, and the steps of a ring of keys, which `WallFacer` uses too."""
+"""Plans of the methods on the sequence axis within one ring: `Local`, `AllGatherKV`, `Ring` and `TokenRing`.
+
+The steps of rings are also those of `WallFacer` and of rings between nodes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from armillary.attention.methods.ring import Backward, cheaper_side, check_backward
 from armillary.attention.planning.base import SequencePlan
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Steps
+from armillary.attention.planning.comm_plan import (
+    AttentionShape,
+    CommPlan,
+    Move,
+    Payload,
+    Send,
+    Step,
+    Steps,
+    all_gather,
+    move,
+    reduce_scatter,
+    steps,
+)
 from armillary.attention.planning.memory import (
     Sizes,
+    kernel_backward,
+    kernel_forward,
     rotate_keys_backward,
     rotate_keys_forward,
     rotate_queries_backward,
 )
-from armillary.attention.planning.rotation import ring_reduce_sends, rotation_steps
-from armillary.attention.planning.token_ring import pass_queries_backward_steps
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.attention.tiling.grid import Grid
 from armillary.core.parts import Side
+
+TokenSends = Callable[[RingTopology, Grid, int], Iterable[Send]]
+"""Returns the sends of all ranks of a ring that start at a step. `Send.bytes` is the number of tokens here."""
+
+
+@dataclass(frozen=True)
+class LocalPlan(SequencePlan):
+    """Plan of `Local`: one block, no communication."""
+
+    def comm_plan(self, work: AttentionShape) -> CommPlan:
+        """Returns a plan of one step. Raises ValueError for several shards."""
+        if work.layout.shards > 1:
+            raise ValueError(f"the layout has {work.layout.shards} shards; local attention needs 1")
+        pairs = work.grid.pairs(0, 0, work.batch) * len(work.key_heads)
+        attend = (Step(pairs=(pairs,), blocks=((0, 0),)),)
+        return CommPlan(attend, attend)
+
+    def forward_memory(self, x: Sizes, ranks: int) -> float:
+        return kernel_forward(x)
+
+    def backward_memory(self, x: Sizes, ranks: int) -> float:
+        return kernel_backward(x)
+
+
+@dataclass(frozen=True)
+class AllGatherPlan(SequencePlan):
+    """Plan of `AllGatherKV`."""
+
+    def comm_plan(self, work: AttentionShape) -> CommPlan:
+        ranks, tokens = range(work.layout.shards), work.key_layout.sizes
+        gather = Step(tuple(all_gather([ranks], tokens, work.payload(name)) for name in ("k", "v")))
+        scatter = Step(tuple(reduce_scatter([ranks], tokens, work.payload(name)) for name in ("dk", "dv")))
+        heads = len(work.key_heads)
+        pairs = tuple(heads * sum(work.grid.pairs(r, s, work.batch) for s in ranks) for r in ranks)
+        attend = Step(pairs=pairs, blocks=tuple((r, 0) for r in ranks))
+        return CommPlan(steps(gather, attend), steps(gather, attend, scatter), key_shards=(tuple(ranks),))
+
+    def forward_memory(self, x: Sizes, ranks: int) -> float:
+        """Peak of the second of two tiles: a causal square of own keys, then half of the queries against other keys."""
+        if ranks == 1:
+            return kernel_forward(x)
+        all_keys = 2 * ranks * x.k  # k and v of all ranks
+        # The float32 sum of out, lse, and the second tile's out and lse for half of the queries. Beside them either
+        # the first tile's out, while it becomes float32, or the second's in float32 and a weight for each query in it.
+        merge_bytes, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
+        return all_keys + merge_bytes + block + max(x.q, (x.w * x.q + x.lse) / 2)
+
+    def backward_memory(self, x: Sizes, ranks: int) -> float:
+        """Peak of the second tile's kernel, or of the reduce-scatter of dk and dv."""
+        if ranks == 1:
+            return kernel_backward(x)
+        all_keys = 2 * ranks * x.k  # k and v of all ranks
+        all_sums = x.w * all_keys  # dk and dv of all ranks, in float32
+        # The second tile: all k and v, dq of the first tile, and the kernel on half of the queries.
+        kernel_bytes = all_keys + x.q + kernel_backward(x, queries=0.5, keys=ranks - 1)
+        # The reduce-scatter: dq in float32, the received dk and dv of all ranks, and their sums for own keys.
+        scatter_bytes = x.w * x.q + all_sums + 2 * x.w * x.k
+        return all_sums + max(kernel_bytes, scatter_bytes)
+
+
+# -- rings ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -95,3 +172,109 @@ def rotates_queries(x: Sizes, backward: Backward) -> bool:
     """Returns True if queries rotate in backward: `cheaper_side` for the sizes of a rank, in an even layout."""
     query_bytes, key_bytes = x.rotating + x.w * x.q, 2 * x.k * (1 + x.w)
     return backward == "queries" or (backward == "auto" and query_bytes < key_bytes)
+
+
+@dataclass(frozen=True)
+class TokenRingPlan(SequencePlan):
+    """Plan of `TokenRing`."""
+
+    @property
+    def balanced_by(self) -> Side:
+        return "keys"
+
+    def comm_plan(self, work: AttentionShape) -> CommPlan:
+        rings = [RingTopology.of_all(work.layout.shards, "queries")]
+        forward = rotation_steps(work, rings, work.payload("q"), work.payload("out", "lse"), direct_reduce_sends)
+        return CommPlan(forward, pass_queries_backward_steps(work, rings, direct_reduce_sends))
+
+    def forward_memory(self, x: Sizes, ranks: int) -> float:
+        """Peak at the second or third step, when the step's partial result is copied into the buffer to be sent."""
+        if ranks == 1:
+            return kernel_forward(x)
+        # Results: this rank's own, the step's and its copy, and a buffer that receives one for half of the tokens.
+        results = (1 + 1 + 1 + 0.5) * kernel_forward(x)
+        # Queries in use and, except at the last step, queries that arrive.
+        second = x.q * min(ranks - 1, 2)
+        # Before the third step, the first returned result was merged into this rank's own one, in float32 from then on.
+        third = x.q * min(ranks - 2, 2) + (x.w - 1) * x.q if ranks > 2 else 0
+        return results + max(second, third)
+
+    def backward_memory(self, x: Sizes, ranks: int) -> float:
+        return rotate_queries_backward(x, ranks, direct=True)
+
+
+def pass_queries_backward_steps(
+    work: AttentionShape, rings: Sequence[RingTopology], returned_tokens: TokenSends
+) -> Steps:
+    """Returns the steps of `pass_queries_backward` on all ranks of some rings."""
+    rotating_payload = work.payload("q", "out", "dout", "lse")
+    return rotation_steps(work, rings, rotating_payload, work.payload("dq"), returned_tokens)
+
+
+def rotation_steps(
+    work: AttentionShape,
+    rings: Sequence[RingTopology],
+    rotating: Payload,
+    returned: Payload | None = None,
+    return_sends: TokenSends | None = None,
+) -> Steps:
+    """Returns the R steps of rings. At each step every rank computes a block with its rotating shard, and sends the
+    shard on, except at the last step.
+
+    Args:
+        work: the call; the rings' shards are those of its layouts.
+        rings: rings of R ranks each, which together are all ranks of the axis. Each turns in its cheaper direction.
+        rotating: tensors of the rotating shard.
+        returned: results that return to the shard's owner after the block is computed; None if there are none.
+        return_sends: the way they return, `ring_reduce_sends` or `direct_reduce_sends`; needed with `returned`.
+    """
+    grid, heads = work.grid, len(work.key_heads)
+    # `Rotation.of` chooses the direction by the same rule.
+    rings = [ring.cheaper_direction(grid) for ring in rings]
+
+    def moves(token_sends: TokenSends, step: int, payload: Payload) -> Move:
+        counts = (send for ring in rings for send in token_sends(ring, grid, step))
+        size = payload.size
+        sends = (Send(source, target, tokens * size) for source, target, tokens in counts)
+        return move("p2p", "ring", payload.tensors, sends)
+
+    def step_of(step: int) -> Step:
+        ranks = sum(len(ring.ranks) for ring in rings)
+        pairs, blocks = [0] * ranks, [(0, 0)] * ranks
+        for ring in rings:
+            for index, rank in enumerate(ring.ranks):
+                blocks[rank] = ring.query_key_shards(index, ring.origin(index, step))
+                pairs[rank] = grid.pairs(*blocks[rank], work.batch) * heads
+        later_moves = ()
+        if returned and return_sends and step > 0:  # at step 0 each rank computes with its own shard
+            later_moves = (moves(return_sends, step, returned),)
+        return Step((moves(rotation_sends, step, rotating),), tuple(pairs), later_moves, tuple(blocks))
+
+    return steps(*map(step_of, range(len(rings[0].ranks))))
+
+
+def rotation_sends(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+    """Yields the sends of `Rotation.rotate`, in tokens: each rank sends the tokens that later ranks need."""
+    reach = ring.reach(grid)
+    for index, rank in enumerate(ring.ranks):
+        yield Send(rank, ring.ahead(index, 1), reach[ring.origin(index, step)].counts[step + 1])
+
+
+def ring_reduce_sends(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+    """Yields the sends of `RingReduce`, in tokens.
+
+    Each rank sends partial sums of tokens that later ranks need to the next rank, and finished sums to the owner.
+    """
+    reach = ring.reach(grid)
+    for index, rank in enumerate(ring.ranks):
+        origin = ring.origin(index, step)
+        current_count, next_count = reach[origin].counts[step : step + 2]
+        yield Send(rank, ring.ahead(index, 1), next_count)
+        yield Send(rank, ring.ranks[origin], current_count - next_count)
+
+
+def direct_reduce_sends(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
+    """Yields the sends of `DirectReduce`, in tokens: each rank sends its results for visible tokens to the owner."""
+    for index, rank in enumerate(ring.ranks):
+        origin = ring.origin(index, step)
+        yield Send(rank, ring.ranks[origin], ring.visible_tokens(grid, index, origin).count)

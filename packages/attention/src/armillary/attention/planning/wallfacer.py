@@ -13,6 +13,7 @@ from armillary.attention.planning.comm_plan import (
     AttentionShape,
     CommPlan,
     Move,
+    Send,
     Step,
     Steps,
     all_gather,
@@ -22,7 +23,6 @@ from armillary.attention.planning.comm_plan import (
 )
 from armillary.attention.planning.memory import Sizes, kernel_forward, rotate_keys_forward
 from armillary.attention.planning.ring import ring_backward_memory, ring_backward_steps, ring_forward_steps
-from armillary.attention.planning.send import Send
 from armillary.core import SequenceLayout
 
 

@@ -16,14 +16,10 @@ from armillary.attention.methods.token_ring import TokenRing
 from armillary.attention.methods.ulysses import Ulysses
 from armillary.attention.methods.upipe import UPipe
 from armillary.attention.methods.wallfacer import WallFacer
-from armillary.attention.planning.all_gather import AllGatherPlan
 from armillary.attention.planning.base import SequencePlan
-from armillary.attention.planning.local import LocalPlan
+from armillary.attention.planning.heads import UlyssesPlan, UPipePlan
 from armillary.attention.planning.nodes import DoubleRingPlan, TokenRingOverNodesPlan
-from armillary.attention.planning.ring import RingPlan
-from armillary.attention.planning.token_ring import TokenRingPlan
-from armillary.attention.planning.ulysses import UlyssesPlan
-from armillary.attention.planning.upipe import UPipePlan
+from armillary.attention.planning.ring import AllGatherPlan, LocalPlan, RingPlan, TokenRingPlan
 from armillary.attention.planning.wallfacer import WallFacerPlan
 from armillary.attention.registry.entry import HeadEntry, MethodOptions, SequenceEntry
 

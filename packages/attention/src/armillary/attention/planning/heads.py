@@ -1,4 +1,4 @@
-"""Plan of `UPipe`, stage by stage: all-to-all to heads, the inner method's plan, all-to-all back to tokens."""
+"""Plans of the methods on the head axis, `Ulysses` and `UPipe`: all-to-alls around the plan of an inner method."""
 
 from __future__ import annotations
 
@@ -7,11 +7,141 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from armillary.attention.call.spec import key_heads_of
+from armillary.attention.methods.head_shards import check_heads, split_heads
 from armillary.attention.methods.stages import RankHeads, Stage, stages_of
 from armillary.attention.planning.base import HeadPlan, InnerPlan
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Move, Step, Steps, overlap, steps
-from armillary.attention.planning.head_moves import HeadMoves, of_heads
+from armillary.attention.planning.comm_plan import (
+    AttentionShape,
+    CommPlan,
+    Move,
+    Payload,
+    Step,
+    Steps,
+    overlap,
+    send_to_each,
+    side_by_side,
+    steps,
+)
 from armillary.attention.planning.memory import HeadStages, Sizes
+
+
+class HeadMoves:
+    """All-to-alls of a call on P x U ranks, in P groups of U.
+
+    Args:
+        work: the call, with layouts over the P ranks of the sequence axis.
+        ranks: U.
+
+    Raises:
+        ValueError: fewer query heads than U.
+    """
+
+    def __init__(self, work: AttentionShape, ranks: int) -> None:
+        check_heads(len(work.key_heads), ranks)
+        self.work, self.ranks = work, ranks
+        self.heads = split_heads(work.key_heads, ranks)
+        self.sizes, self.key_sizes = work.layout.refine(ranks).sizes, work.key_layout.refine(ranks).sizes
+
+    def to_heads(self, sizes: Sequence[int], heads: Sequence[range], tensor: str, size: int) -> Move:
+        """Returns the all-to-all of a tensor from sequence shards to head shards.
+
+        Args:
+            sizes: for each of the P x U ranks, the tokens of its sequence shard.
+            heads: for each rank of the head axis, its heads.
+            tensor: name of the tensor.
+            size: bytes of one token and head.
+        """
+        return head_exchange(tuple(sizes), tuple(map(len, heads)), tensor, size, to_tokens=False)
+
+    def to_tokens(self, sizes: Sequence[int], heads: Sequence[range], tensor: str, size: int) -> Move:
+        """Returns the all-to-all from head shards back to sequence shards. Arguments as in `to_heads`."""
+        return head_exchange(tuple(sizes), tuple(map(len, heads)), tensor, size, to_tokens=True)
+
+    def inner_plan(self, inner: InnerPlan, rank_calls: tuple[AttentionShape | None, ...]) -> CommPlan:
+        """Returns the plan of the inner method on all P x U ranks.
+
+        Args:
+            rank_calls: for each rank of the head axis, the call with its heads only; None for a rank without heads.
+        """
+        plans = {call: inner(call) for call in rank_calls if call}  # most ranks have equal calls
+        total = self.work.layout.shards * self.ranks
+        inner_plans = [(plans[call], range(u, total, self.ranks)) for u, call in enumerate(rank_calls) if call]
+        # The first plan's `query_shards` and `key_shards` are those of all plans.
+        return replace(
+            inner_plans[0][0],
+            forward=side_by_side([(plan.forward, ranks) for plan, ranks in inner_plans], total),
+            backward=side_by_side([(plan.backward, ranks) for plan, ranks in inner_plans], total),
+        )
+
+
+@lru_cache(maxsize=1024)  # the stages of UPipe have equal ones, and so have all methods around which a search puts it
+def head_exchange(sizes: tuple[int, ...], heads: tuple[int, ...], tensor: str, size: int, to_tokens: bool) -> Move:
+    """Returns the all-to-all of a tensor in each group of U ranks. Arguments as in `HeadMoves.to_heads`.
+
+    Args:
+        heads: for each rank of the head axis, its number of heads.
+        to_tokens: True for the way back, on which a rank sends its heads of the tokens of another rank.
+    """
+    ranks = len(heads)
+    groups = [range(first, first + ranks) for first in range(0, len(sizes), ranks)]
+
+    def count(source: int, target: int) -> int:
+        return sizes[target] * heads[source % ranks] if to_tokens else sizes[source] * heads[target % ranks]
+
+    return send_to_each("all_to_all", "ulysses", groups, Payload((tensor,), size), count)
+
+
+def of_heads(inner_steps: Steps, heads: Sequence[Sequence[int]]) -> Steps:
+    """Returns the inner method's steps with `Step.heads` set.
+
+    Args:
+        heads: for each rank of the head axis, the query heads that it computes.
+    """
+    return tuple(step._replace(heads=tuple(heads)) if step.pairs else step for step in inner_steps)
+
+
+@dataclass(frozen=True)
+class UlyssesPlan(HeadPlan):
+    """Plan of `Ulysses`."""
+
+    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
+        moves = HeadMoves(work, ranks)
+        heads = moves.heads
+        queries, keys = (moves.sizes, heads.queries), (moves.key_sizes, heads.keys)
+        q, v = work.batch * work.head_dim, work.batch * work.value_dim  # elements of one token and head, over all rows
+        e = work.e  # bytes of an element
+        # Gradients of a key head that several ranks share are partial sums, which are sent in the accumulation dtype.
+        grad = work.a if heads.has_shared_heads else e
+        rank_calls = (
+            replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))
+            for rank in range(ranks)
+        )
+        plan = moves.inner_plan(inner, tuple(rank_calls))
+        qkv = (
+            moves.to_heads(*queries, "q", q * e),
+            moves.to_heads(*keys, "k", q * e),
+            moves.to_heads(*keys, "v", v * e),
+        )
+        grads = (
+            moves.to_tokens(*queries, "dq", q * e),
+            moves.to_tokens(*keys, "dk", q * grad),
+            moves.to_tokens(*keys, "dv", v * grad),
+        )
+        out, dout = moves.to_tokens(*queries, "out", v * e), moves.to_heads(*queries, "dout", v * e)
+        forward, backward = (of_heads(inner_steps, heads.queries) for inner_steps in (plan.forward, plan.backward))
+        return replace(
+            plan,
+            forward=steps(Step(qkv), *forward, Step((out,))),
+            backward=steps(Step((dout,)), *backward, Step(grads)),
+        )
+
+    def forward_memory(self, x: Sizes, inner: float) -> float:
+        """Received q, k and v, and the inner method."""
+        return x.q + 2 * x.k + inner
+
+    def backward_memory(self, x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:
+        """Received dout, if there are several ranks, and the inner method."""
+        return (x.q if stages.ranks > 1 else 0) + inner
 
 
 @dataclass(frozen=True)
