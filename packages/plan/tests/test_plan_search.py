@@ -32,9 +32,8 @@ from armillary.plan.memory.estimate import AttentionChoice, Estimate
 from armillary.plan.memory.plan import MemoryOptions
 from armillary.plan.memory.room import Room
 from armillary.plan.presets import model_of
-from armillary.plan.search.candidates import Candidate, Mesh, candidates
+from armillary.plan.search.candidates import Candidate, Mesh, candidates, fit_policy, largest
 from armillary.plan.search.command_line import RECIPES, command_line, trainer_config, write_choice
-from armillary.plan.search.fit_policy import fit_policy, largest
 from armillary.plan.search.report import as_dict, draw, figures, policy_rows, stored_text
 from armillary.plan.search.search import SearchOptions, passes_of, search
 from armillary.plan.tune import TuneOptions

@@ -1,7 +1,6 @@
 """Predicts time and memory of training runs without a GPU, and measures candidates on a machine.
 
 presets.py        models and clusters by name
-train_config.py   a trainer configuration as a TOML file or as flags
 cluster/          accelerators, nodes, links, and the time of concurrent sends
 comm_time/        the time of a communication plan, and of a training step
 memory/           the peak memory of a training step: simulated, or by formulas

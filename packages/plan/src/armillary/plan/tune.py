@@ -32,8 +32,8 @@ from armillary.plan.memory.estimate import estimate
 from armillary.plan.memory.room import Room
 from armillary.plan.presets import cluster_of, is_hybrid
 from armillary.plan.search.candidates import Candidate, candidates, layouts_of
+from armillary.plan.search.command_line import write_toml
 from armillary.plan.search.search import duration
-from armillary.plan.train_config import write_toml
 from armillary.train import Config, LogConfig, ParallelConfig, process_group
 from armillary.train.config import (
     ConfiguredRun,

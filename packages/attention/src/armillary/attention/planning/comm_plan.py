@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -123,21 +123,18 @@ class CommPlan:
         """
         for name, value, choices in (("kind", kind, KINDS), ("phase", phase, PHASES), ("axis", axis, get_args(Role))):
             check_choice(name, choices[0] if value is None else value, choices)
-        pattern = (rank, kind, phase, axis)
-        return sum(
-            count
-            for key, count in self._bytes_sent.items()
-            if all(value in (None, field) for value, field in zip(pattern, key, strict=True))
-        )
+        counted = product([kind] if kind else KINDS, [phase] if phase else PHASES, [axis] if axis else get_args(Role))
+        return sum(self._bytes_sent[rank, *key] for key in counted)
 
     @cached_property
-    def _bytes_sent(self) -> Counter[tuple[int, Kind, str, Role]]:
+    def _bytes_sent(self) -> Counter[tuple[int, str, str, str]]:
         """Bytes by (rank, kind, phase, axis)."""
-        sent_bytes = Counter[tuple[int, Kind, str, Role]]()
+        sent_bytes = Counter[tuple[int, str, str, str]]()
         for phase, phase_steps in (("forward", self.forward), ("backward", self.backward)):
-            for step_move in (x for step in phase_steps for x in (*step.moves, *step.later_moves)):
-                for send in step_move.sends:
-                    sent_bytes[send.source, step_move.kind, phase, step_move.axis] += send.bytes
+            moves = Counter(move for step in phase_steps for move in (*step.moves, *step.later_moves))
+            for step_move, times in moves.items():  # the stages of UPipe repeat their moves
+                for source, _, size in step_move.sends:
+                    sent_bytes[source, step_move.kind, phase, step_move.axis] += times * size
         return sent_bytes
 
 

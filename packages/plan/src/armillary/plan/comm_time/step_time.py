@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from armillary.attention import CommPlan
-from armillary.attention.plans import Step
+from armillary.core.parts import PHASES
 from armillary.models import Mixer
 from armillary.models.parts import Policy
 from armillary.plan.cluster.cluster import Cluster
@@ -140,16 +139,8 @@ class Passes:
 
 def sent_bytes(plan: CommPlan, ranks: int) -> SentBytes:
     """Bytes that each of a plan's ranks sends, in forward and in backward."""
-
-    def by_rank(steps: Sequence[Step]) -> tuple[int, ...]:
-        sizes = [0] * ranks
-        moves = Counter(move for step in steps for move in (*step.moves, *step.later_moves))  # stages repeat theirs
-        for move, times in moves.items():
-            for source, _, size in move.sends:
-                sizes[source] += times * size
-        return tuple(sizes)
-
-    return by_rank(plan.forward), by_rank(plan.backward)
+    forward, backward = (tuple(plan.bytes(rank, phase=phase) for rank in range(ranks)) for phase in PHASES)
+    return forward, backward
 
 
 def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:

@@ -8,14 +8,12 @@ plan.py       the command `armillary-plan memory`
 report.py     the output of this command
 """
 
-from armillary.plan.memory.simulation.accounts import Account
-from armillary.plan.memory.simulation.allocator_peak import measured_peak
 from armillary.plan.memory.simulation.attention_memory import (
     MemoryBeforeAttention,
     attention_intermediates,
     memory_before_attention,
 )
-from armillary.plan.memory.simulation.live_bytes import LiveBytes
+from armillary.plan.memory.simulation.live_bytes import Account, LiveBytes, measured_peak
 from armillary.plan.memory.simulation.simulate import Job, SimulatedStep, StepMemory, simulate
 from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
 from armillary.train.parts import fake_world

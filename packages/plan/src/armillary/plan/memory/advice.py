@@ -12,8 +12,7 @@ from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import Estimate, estimate
 from armillary.plan.memory.room import DoesNotFitError, Room, more_devices
 from armillary.plan.presets import is_hybrid
-from armillary.plan.search.candidates import Mesh, candidates
-from armillary.plan.search.fit_policy import POLICIES, fit_policy, largest
+from armillary.plan.search.candidates import POLICIES, Mesh, candidates, fit_policy, largest
 
 SIMULATED_SHARE = 4
 """Steps whose estimated memory is more than this many times the room are not simulated.

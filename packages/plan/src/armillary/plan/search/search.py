@@ -24,9 +24,8 @@ from armillary.plan.memory import Job
 from armillary.plan.memory.estimate import Estimate, estimate
 from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room
 from armillary.plan.presets import Bytes, Model, Quantity, amount, byte_amount, cluster_of, is_hybrid, model_of
-from armillary.plan.search.candidates import LAYOUTS, Candidate, candidates, divisors, layouts_of
+from armillary.plan.search.candidates import LAYOUTS, POLICIES, Candidate, candidates, divisors, fit_policy, layouts_of
 from armillary.plan.search.documents import Rows, mask_of, rows_of_store, sample_rows
-from armillary.plan.search.fit_policy import POLICIES, fit_policy
 from armillary.train.config import Count, Several, check_limits
 
 NEEDED = ("comm_plan", "forward_memory", "backward_memory")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from armillary.plan.memory.estimate.category_bytes import CategoryBytes
 from armillary.plan.memory.estimate.choice import AttentionChoice
-from armillary.plan.memory.estimate.peaks import Peaks
+from armillary.plan.memory.estimate.peaks import CategoryBytes, Peaks
 from armillary.plan.memory.estimate.step import FLOAT32_BYTES, StepSizes
 from armillary.plan.memory.simulation.simulate import Job
 

@@ -1,4 +1,4 @@
-"""`Peaks`: device memory, by category, at each moment of a training step that may be its peak."""
+"""Device memory at each moment of a training step that may be its peak, by category."""
 
 from __future__ import annotations
 
@@ -6,8 +6,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from armillary.models.parts import loss_chunk_tokens
-from armillary.plan.memory.estimate.category_bytes import CategoryBytes
 from armillary.plan.memory.estimate.step import FLOAT32_BYTES, StepSizes
+
+
+class CategoryBytes(dict[str, float]):
+    """Bytes by category: `CategoryBytes(attention=a, mlp=b) + CategoryBytes(mlp=c)` adds per category."""
+
+    def __add__(self, other: CategoryBytes) -> CategoryBytes:
+        total = CategoryBytes(self)
+        for category, size in other.items():
+            total[category] = total.get(category, 0) + size
+        return total
+
+    def times(self, n: float) -> CategoryBytes:
+        """Returns these bytes times `n`."""
+        return CategoryBytes({category: n * size for category, size in self.items()})
+
+    def round(self) -> dict[str, int]:
+        """Returns bytes rounded to integers, the largest category first, without empty categories."""
+        sizes = sorted(((round(size), category) for category, size in self.items()), reverse=True)
+        return {category: size for size, category in sizes if size}
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,171 @@
-"""`LiveBytes`: a dispatch mode that counts the bytes of live tensors by category, for real CPU tensors or fake ones."""
+"""Counts the bytes of live tensors by category, for real CPU tensors or fake ones.
+
+`LiveBytes` is the dispatch mode that counts. `Account` adds the bytes of one memory, now and at the peak;
+`EagerSemantics` undoes the changes that dispatch modes make to torch's execution; `measured_peak` validates all of this
+with torch's allocator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import accumulate
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 from weakref import ref
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.core.parts import current_label
 from armillary.plan.memory.simulation import torch_private
-from armillary.plan.memory.simulation.accounts import Account, Allocation
-from armillary.plan.memory.simulation.eager_semantics import EagerSemantics
 from armillary.plan.memory.simulation.torch_private import storage_key
+
+
+@dataclass(eq=False)
+class Allocation:
+    """A live allocation.
+
+    Args:
+        resize_time: time of its last change of size, on the clock of its account.
+    """
+
+    account: Account
+    bytes: int
+    category: str
+    resize_time: int = 0
+
+
+@dataclass(eq=False)
+class Account:
+    """The allocations of one memory (the device's or the host's), in bytes by category.
+
+    The category of an allocation may become known after the peak. For example, a gradient is known as one when it
+    appears in a parameter's `.grad`. `relabel` then also corrects the bytes at the peak.
+
+    Args:
+        current: live bytes by category.
+        total: live bytes.
+        peak: maximum of `total` so far.
+        at_peak: bytes by category at the peak.
+        label_at_peak: label of the computation at the peak.
+    """
+
+    current: Counter[str] = field(default_factory=Counter[str])
+    total: int = 0
+    peak: int = 0
+    at_peak: Counter[str] = field(default_factory=Counter[str])
+    label_at_peak: str | None = None
+
+    # A clock that counts resizes, and its time at the peak.
+    _time: int = 0
+    _peak_time: int = 0
+
+    def allocate(self, bytes: int, category: str, label: str | None = None) -> Allocation:
+        """Adds and returns an allocation, made during the computation `label`."""
+        allocation = Allocation(self, 0, category)
+        self.resize(allocation, bytes, label)
+        return allocation
+
+    def resize(self, allocation: Allocation, bytes: int, label: str | None = None) -> None:
+        """Changes an allocation's size; 0 frees it."""
+        self._time += 1
+        self.current[allocation.category] += bytes - allocation.bytes
+        self.total += bytes - allocation.bytes
+        allocation.bytes, allocation.resize_time = bytes, self._time
+        if self.total > self.peak:
+            self.peak, self.at_peak, self.label_at_peak = self.total, self.current.copy(), label
+            self._peak_time = self._time
+
+    def relabel(self, allocation: Allocation, category: str) -> None:
+        """Moves an allocation to another category, also in the bytes at the peak if it was live then."""
+        # If the allocation has not changed its size since the peak, its bytes are part of the peak.
+        live_at_peak = allocation.resize_time <= self._peak_time
+        for counter in (self.current, self.at_peak) if live_at_peak else (self.current,):
+            counter[allocation.category] -= allocation.bytes
+            counter[category] += allocation.bytes
+        allocation.category = category
+
+    def transfer(self, allocation: Allocation, account: Account) -> None:
+        """Moves an allocation to another account."""
+        size = allocation.bytes
+        self.resize(allocation, 0)
+        allocation.account = account
+        account.resize(allocation, size)
+
+    def breakdown(self) -> dict[str, int]:
+        """Bytes at the peak by category, largest first."""
+        return {category: bytes for category, bytes in self.at_peak.most_common() if bytes}
+
+
+ADD: OpOverload = torch.ops.aten.add.Tensor
+ADD_INTO: OpOverload = torch.ops.aten.add_.Tensor
+DEVICE: OpOverload = torch.ops.prim.device.default
+
+
+class EagerSemantics(TorchDispatchMode):
+    """Restores eager execution for `LiveBytes`, the mode below it, in two ways.
+
+    - Composite ops run as the ops that they consist of. Otherwise an op of Armillary would run its fake implementation,
+      which allocates only the results. torch decomposes its own composite ops above autograd, but not below it.
+    - In eager mode, autograd adds two gradients in place if it alone owns one of them. Under a dispatch mode it
+      allocates the sum, so this mode adds in place instead.
+    """
+
+    def __enter__(self) -> Self:
+        unshared_gradient()  # cached here, because it cannot be measured inside of a backward pass
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if DTensor in types:
+            return NotImplemented  # DTensor dispatches again with its local tensors
+        # Autograd queries devices more often than it calls ops. Answering here saves the dispatch to the modes below.
+        if func is DEVICE:
+            return torch_private.device(args[0])
+        if function := torch_private.decomposition(func):
+            with self:
+                return function(*args, **(kwargs or {}))
+        if func is ADD and torch_private.called_by_autograd():
+            for i, counts in enumerate(torch_private.reference_counts(args[:2])):
+                # Other tensors may read a larger storage, so autograd owns only a tensor that has the whole storage.
+                if counts == unshared_gradient() and args[i].nbytes == args[i].untyped_storage().nbytes():
+                    return ADD_INTO(args[i], args[1 - i])
+        return func(*args, **(kwargs or {}))
+
+
+@cache
+def unshared_gradient() -> torch_private.RefCounts:
+    """Reference counts of a gradient that only autograd refers to when it adds another; measured on a small graph."""
+    with torch_private.modes_disabled(), torch.enable_grad(), AdditionObserver() as observer:
+        x = torch.ones(1, requires_grad=True)
+        (x.exp() * x.sin()).backward()
+    return observer.counts[0]
+
+
+class AdditionObserver(TorchDispatchMode):
+    """Dispatch mode that records the reference counts of the operands of an addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[torch_private.RefCounts] = []
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is ADD:
+            self.counts = torch_private.reference_counts(args[:2])
+        return func(*args, **(kwargs or {}))
+
 
 CUDA_BLOCK = 512
 """torch's CUDA allocator rounds sizes up to multiples of this many bytes."""
@@ -160,3 +307,18 @@ def label_name() -> str | None:
     """Returns the name of the current label, if there is one."""
     label = current_label()
     return None if label is None else label.name
+
+
+def measured_peak(work: Callable[[], object]) -> int:
+    """Runs `work` and returns the peak of the bytes that it allocates on the CPU.
+
+    Reads the allocator events of torch's profiler. So memory that kernels allocate inside of an op counts too, and no
+    dispatch mode changes how torch executes.
+    """
+    gc.collect()  # garbage from before that is freed during `work` would count as negative bytes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = cast(Any, profiler).profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    changes.sort(key=lambda change: change[0])
+    return max(accumulate((size for _, size in changes), initial=0))
