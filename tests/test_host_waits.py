@@ -34,7 +34,6 @@ ALLOWED = {
     "attention/call/recompute.py: tolist": "random states, which are on the host",
     "core/token_ranges.py: tolist": "numbers on the host",
     "core/gradients.py: tolist": "ranks of a mesh, on the host",
-    "attention/call/graph_key.py: tolist": "a layout's numbers, on the host",
     "attention/tiling/spans.py: tolist": "numbers on the host",
     "attention/tiling/tiles.py: tolist": "numbers on the host",
     "attention/tiling/grid.py: tolist": "numbers on the host",
@@ -44,7 +43,6 @@ ALLOWED = {
     "models/loss/labels.py: tolist": "positions of labels on the host, if the caller gave them there",
     "models/loss/labels.py: tensor": "bounds of a chunk, searched on the host",
     "attention/call/graph_calls.py: item": "a module's number, on the host",
-    "attention/call/registered.py: tensor": "a module's number, on the host",
     "attention/kernels/packing.py: tensor": "made on the host, and sent from pinned memory",
     "train/step.py: item": "the metrics",
 }

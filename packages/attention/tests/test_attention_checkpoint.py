@@ -8,9 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from armillary.attention import AttentionMask, Local, Method, build_attention
-from armillary.attention.call.graph_key import CallNumbers, GraphKey
+from armillary.attention.call.graph_calls import GraphCall
 from armillary.attention.parts import AttentionOptions
 from armillary.core import CommLedger
+from armillary.core.parts import pack
 from armillary.core.testing import mesh, relative_error
 
 TOKENS, HEADS, DIM = 6, 4, 8
@@ -20,17 +21,15 @@ NAMES = ("ring", "token_ring", "wallfacer", "all_gather", "ulysses", "upipe")
 def test_the_ops_pass_torchs_checks():
     """Checks the schema and the fake kernels. Other tests trace the gradient: `opcheck` would give lse one."""
     attend, *(q, k, v) = Local(), *(torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
-    key = GraphKey.of(attend, DIM, AttentionOptions(AttentionMask())).pack()
+    packed = pack(*GraphCall.of(attend, AttentionOptions(AttentionMask()), TOKENS, TOKENS))
     test_names = ("test_schema", "test_autograd_registration", "test_faketensor")
     for sinks in (None, torch.randn(HEADS, requires_grad=True)):
         attention = torch.ops.armillary.attention.default
-        torch.library.opcheck(attention, ([q, k, v], sinks, *CallNumbers(), *key), test_utils=test_names)
+        torch.library.opcheck(attention, ([q, k, v], sinks, *packed), test_utils=test_names)
     saved = [x.detach() for x in (q, k, v)]
-    saved += torch.ops.armillary.attention.default(saved, None, *CallNumbers(), *key)
+    saved += torch.ops.armillary.attention.default(saved, None, *packed)
     shape = [TOKENS, HEADS]
-    torch.library.opcheck(
-        torch.ops.armillary.attention_backward.default, (saved[3], saved, shape, *CallNumbers(), *key)
-    )
+    torch.library.opcheck(torch.ops.armillary.attention_backward.default, (saved[3], saved, shape, *packed))
 
 
 def storages(tensors: list[Tensor]) -> list[int]:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local, Method, Slice, Ulysses, UPipe, build_attention
-from armillary.attention.call.graph_key import layout_of_numbers
 from armillary.attention.kernels import Dense
-from armillary.attention.parts import ProjectionParts, register_as_tensor
+from armillary.attention.parts import ProjectionParts
 from armillary.core import Axis, SequenceLayout
+from armillary.core.parts import pack, register_as_tensor, unpack
 from armillary.core.testing import mesh
 
 N, H, K, D = 22, 4, 2, 8
@@ -251,10 +251,10 @@ def test_copies_of_a_method_are_independent():
 
 def test_masks_and_layouts_survive_packing_for_the_op():
     for mask in MASKS:
-        assert AttentionMask.read(mask.sides, mask.numbers) == mask
+        assert unpack(pack(mask)) == [mask]
     for layout in (SequenceLayout.zigzag(23, 4), SequenceLayout.striped(23, 4), SequenceLayout.striped(23, 2, 3)):
         assert SequenceLayout.read(layout.text) == layout
-        assert layout_of_numbers(layout.numbers) == layout
+        assert unpack(pack(layout, 1, MASKS[3], None)) == [layout, 1, MASKS[3], None]
         assert torch.equal(pickle.loads(pickle.dumps(layout)).numbers, layout.numbers)
 
 

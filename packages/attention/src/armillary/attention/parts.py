@@ -5,7 +5,6 @@
 from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.graph_calls import ProjectionParts
 from armillary.attention.call.recompute import RNGReplay, capture_autocast
-from armillary.attention.call.registered import register_as_tensor
 from armillary.attention.call.sources import head_slices, select_heads, update_heads
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.token_chunks import at_tokens, chunks, simulating

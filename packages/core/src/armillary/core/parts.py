@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from armillary.core import compat
 from armillary.core.balancing.search import uncut_spans
 from armillary.core.collectives.all_to_all import PackedHeads, start_head_to_parts, start_packed_to_head
-from armillary.core.collectives.compiled import axis_of, own_memory, traced_axis
 from armillary.core.collectives.merge import pivot
 from armillary.core.collectives.token_moves import Owners
 from armillary.core.files import (
@@ -28,10 +27,22 @@ from armillary.core.gradients import mesh_ranks, parameters_outside_fsdp
 from armillary.core.layout import Side
 from armillary.core.lazy import imported_at_first_use
 from armillary.core.mesh import binds_device, check_axes
-from armillary.core.neighbours.move_key import layout_of_text
 from armillary.core.observe.label import current_label
 from armillary.core.observe.ledger import KINDS, PHASES, phase
 from armillary.core.observe.trace import NO_SPAN
+from armillary.core.ops import (
+    OpArguments,
+    define_op,
+    define_pair,
+    object_of,
+    own_memory,
+    pack,
+    pack_registered,
+    register,
+    register_as_tensor,
+    traced_axis,
+    unpack,
+)
 from armillary.core.segments import MISSING, misplaced_segment, path_depths, segments_of
 from armillary.core.slices import (
     FAR,

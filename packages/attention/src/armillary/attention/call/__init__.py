@@ -2,14 +2,12 @@
 
     dtensors            DTensors: placements are checked, local tensors computed, DTensors returned
     attend              local tensors: checked, then run in eager mode or traced into a graph
-    project             hidden states in eager mode (`eager_only`: in a graph, with a graph break)
+    project             hidden states in eager mode (in a graph, with a graph break)
     autograd            the op pair that autograd, selective checkpointing and torch.compile see
-    graph_calls         rebuilds a call inside a compiled graph
-    graph_key           a call as the numbers and strings that an op may take
+    graph_calls         a call in a compiled graph: the objects that its op takes
     validation          arguments -> `AttentionSpec`, before any communication
     calls               a checked call: plain forward and backward over tensors
     interface           the functions that an attention method defines
-    registered          objects by number, because an op takes only tensors, numbers and strings
     spec                the caller's options, the method's spec, the tensors saved for backward
     sources             q, k and v a few heads at a time: from finished tensors, or projected stage by stage
     projections         the interface between a model and `Method.projected`

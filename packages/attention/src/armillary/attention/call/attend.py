@@ -7,14 +7,15 @@ from torch import Tensor
 
 from armillary.attention.call.autograd import run_call, trace_call
 from armillary.attention.call.calls import AttentionCall, head_sinks
-from armillary.attention.call.graph_calls import Traceable
-from armillary.attention.call.graph_key import CallNumbers, GraphKey, ProjectedDims, autocast_name, shard_tokens
+from armillary.attention.call.graph_calls import GraphCall, Traceable, autocast_name
 from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.project import project_eagerly
 from armillary.attention.call.projections import Projections
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import cast_for_autocast, check_call, check_sinks, check_transforms
 from armillary.core.parts import compat
+
+project_outside_graphs = compat.never_traced(project_eagerly)
 
 
 def attend(
@@ -26,8 +27,7 @@ def attend(
     if torch.compiler.is_compiling():
         # The op checks shapes, layout and mask when the graph runs, because a graph must not depend on Python objects.
         check_sinks(sinks, q.shape[-2], q.device)
-        key = GraphKey.of(method, q.shape[-1], options, _sizes_for_shapes(method, q.shape[1], k.shape[1], options))
-        return trace_call(key, [q, k, v], head_sinks(sinks), CallNumbers.of(options))
+        return trace_call(GraphCall.of(method, options, q.shape[1], k.shape[1]), [q, k, v], head_sinks(sinks))
     return _attend_eagerly(method, q, k, v, sinks, options)
 
 
@@ -54,24 +54,10 @@ def attend_projected(
     projection_parts = projections.parts() if isinstance(projections, Traceable) else None
     if projection_parts is not None:
         check_sinks(sinks, projections.heads, x.device)
-        dims = ProjectedDims(
-            projections.heads, projections.key_heads, projection_parts.head_dim, len(projection_parts.tensors)
-        )
-        sizes = _sizes_for_shapes(method, x.shape[1], x.shape[1], options)
-        key = GraphKey.of(method, projection_parts.head_dim, options, sizes, autocast_name(x), dims)
+        heads = projections.heads, projections.key_heads, projection_parts.head_dim
+        projected = autocast_name(x), *heads, len(projection_parts.tensors)
+        graph_call = GraphCall.of(method, options, x.shape[1], x.shape[1], *projected)
         tensors = [x, projection_parts.projector, *projection_parts.tensors, *projection_parts.parameters]
-        return trace_call(key, tensors, head_sinks(sinks), CallNumbers.of(options))[0]
-    # Projections that an op cannot rebuild: a graph break.
-    from armillary.attention.call.eager_only import project_outside_graphs
-
+        return trace_call(graph_call, tensors, head_sinks(sinks))[0]
+    # Projections that an op cannot rebuild: a graph break, because autograd projects stages of heads again in backward.
     return project_outside_graphs(method, x, projections, sinks, options)
-
-
-def _sizes_for_shapes(
-    method: AttentionMethod, tokens: int, key_tokens: int, options: AttentionOptions
-) -> tuple[int, int]:
-    """Returns `shard_tokens` of queries and of keys if the shapes of results depend on them, and zeros otherwise."""
-    if not (method.redistributes_inputs or method.projects_in_stages):
-        return 0, 0  # a graph for all values
-    key_layout = options.layout if options.key_layout is None else options.key_layout
-    return shard_tokens(method, options.layout, tokens), shard_tokens(method, key_layout, key_tokens)

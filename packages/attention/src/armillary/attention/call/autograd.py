@@ -1,9 +1,8 @@
 """The ops that run forward and backward of a call, and the `autograd.Function`s around them.
 
 Because attention is an op, selective checkpointing can save its results instead of running it twice, and a compiled
-graph has no break. An op takes only tensors, numbers and strings, so the call comes as a key. In eager mode the key is
-the number of a registered call (`registered.py`). In a graph the key describes the call (`graph_key.py`), and the op
-rebuilds the call from it.
+graph has no break. In eager mode the op takes the checked call, which is registered (`armillary.core.ops`). In a graph
+it takes the objects of a `GraphCall`, and makes the call from them.
 """
 
 from __future__ import annotations
@@ -16,29 +15,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from armillary.attention.call.calls import AttentionCall, ProjectedCall, sinks_gradient
-from armillary.attention.call.graph_calls import (
-    empty_results,
-    projected_gradients,
-    rebuild_backward_call,
-    rebuild_call,
-    tensor_count,
-)
-from armillary.attention.call.graph_key import NUMBERS_SCHEMA, OP_KEY_SCHEMA, CallNumbers, GraphKey, OpKey
-from armillary.attention.call.registered import object_of
+from armillary.attention.call.graph_calls import GraphCall, empty_results, rebuild_call, run_backward_call
 from armillary.attention.call.validation import check_transforms
-from armillary.core.parts import compat
+from armillary.core.parts import OpArguments, compat, define_op, pack, pack_registered, unpack
 
 # -- entry points -----------------------------------------------------------------------------------------------------
 
 
 def run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Runs a call in eager mode. Returns (out [B, T, H, Dv], lse [B, T, H] or empty). out is differentiable."""
-    key = OpKey(call.registered_id)
+    arguments = pack_registered(call.registered_id)
     if compat.transforms_on():  # the op without the Function, which torch.func would transform
         check_transforms(q, k, v, sinks)
-        out, lse, *_ = _forward([q, k, v], sinks, *CallNumbers(), *key)
+        out, lse, *_ = _forward([q, k, v], sinks, *arguments)
     else:
-        out, lse, *_ = cast(Any, Attention).apply(key, call, CallNumbers(), sinks, q, k, v)
+        out, lse, *_ = cast(Any, Attention).apply(arguments, call, sinks, q, k, v)
     return out, lse
 
 
@@ -47,58 +38,52 @@ def run_projected_call(call: ProjectedCall, x: Tensor, sinks: Tensor | None) -> 
     return cast(Tensor, cast(Any, ProjectedAttention).apply(call, x, sinks, *call.trained_parameters()))
 
 
-def trace_call(
-    key: GraphKey, tensors: list[Tensor], sinks: Tensor | None, numbers: CallNumbers
-) -> tuple[Tensor, Tensor]:
+def trace_call(graph_call: GraphCall, tensors: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Traces a call into a graph. Returns (out, lse) as `run_call` does.
 
     Args:
         tensors: as in `rebuild_call`.
     """
-    out, lse, *_ = _forward(tensors, sinks, *numbers, *key.pack())
+    out, lse, *_ = _forward(tensors, sinks, *pack(*graph_call))
     return out, lse
 
 
 # -- the op pair ------------------------------------------------------------------------------------------------------
 
 
-def _run_forward(tensors: list[Tensor], sinks: Tensor | None, *values: Any) -> list[Tensor]:
-    """Returns the results of the call's `forward`. `values` are the fields of `CallNumbers` and `OpKey`."""
-    numbers, key = _split(values)
-    call = rebuild_call(GraphKey.unpack(key), tensors, numbers) if key.in_graph else object_of(key.call)
-    return call.forward(tensors, sinks)
+def _run_forward(tensors: list[Tensor], sinks: Tensor | None, call: Any, *objects: Any) -> list[Tensor]:
+    """Returns the results of the call's `forward`.
+
+    Args:
+        call, objects: the fields of `GraphCall` in a graph; in eager mode only the call.
+    """
+    return (rebuild_call(GraphCall(call, *objects), tensors) if objects else call).forward(tensors, sinks)
 
 
-def _fake_forward(tensors: list[Tensor], sinks: Tensor | None, *values: Any) -> list[Tensor]:
+def _fake_forward(tensors: list[Tensor], sinks: Tensor | None, call: Any, *objects: Any) -> list[Tensor]:
     """The fake kernel of the forward op: returns empty tensors shaped like the results of `_run_forward`."""
-    _, key = _split(values)
-    if key.in_graph:
-        return empty_results(GraphKey.unpack(key, shapes_only=True), tensors, sinks)
-    return object_of(key.call).empty_results(tensors, sinks)
+    if objects:
+        return empty_results(GraphCall(call, *objects), tensors, sinks)
+    return call.empty_results(tensors, sinks)
 
 
-def _run_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], *values: Any) -> list[Tensor]:
+def _run_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], call: Any, *objects: Any) -> list[Tensor]:
     """Returns the gradients of q, k and v; or of x and the parameters.
 
     Args:
         saved: the tensors that `Attention.forward` saved for backward, without those for the gradient of sinks.
         key_shape: (S, K), tokens and heads of the call's keys; empty for a call on hidden states.
     """
-    numbers, key = _split(values)
-    if not key.in_graph:
-        return object_of(key.call).backward(dout, saved)
-    graph_key = GraphKey.unpack(key)
-    call = rebuild_backward_call(graph_key, dout, saved, key_shape, numbers)
-    if isinstance(call, ProjectedCall):
-        return projected_gradients(graph_key, call, dout, saved)
+    if objects:
+        return run_backward_call(GraphCall(call, *objects), dout, saved, key_shape)
     return call.backward(dout, saved)
 
 
-def _fake_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], *values: Any) -> list[Tensor]:
+def _fake_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], call: Any, *objects: Any) -> list[Tensor]:
     """The fake kernel of the backward op: returns empty tensors shaped like the results of `_run_backward`."""
     if not key_shape:  # a call on hidden states
         x, _, _, _, *projection_tensors = saved
-        parameters = projection_tensors[tensor_count(GraphKey.unpack(_split(values)[1], shapes_only=True)) :]
+        parameters = projection_tensors[GraphCall(call, *objects).tensor_count :]
         return [x.new_empty(x.shape), *(y.new_empty(y.shape) for y in parameters)]
     q, k, v, *_ = saved
     batch, tokens, heads, _ = dout.shape
@@ -109,36 +94,24 @@ def _fake_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], *val
     ]
 
 
-def _forward_with_autograd(tensors: list[Tensor], sinks: Tensor | None, *values: Any) -> list[Tensor]:
+def _forward_with_autograd(tensors: list[Tensor], sinks: Tensor | None, *fields: Any) -> list[Tensor]:
     """The autograd kernel of the forward op.
 
     It runs if the op is called with autograd on, as while a graph is traced.
     """
     if not any(x is not None and x.requires_grad for x in (*tensors, sinks)):
         with compat.below_autograd():  # without the Function, which torch.func's transforms do not support
-            return _forward(tensors, sinks, *values)
-    numbers, key = _split(values)
-    call = None if key.in_graph else object_of(key.call)
-    return list(cast(Any, Attention).apply(key, call, numbers, sinks, *tensors))
+            return _forward(tensors, sinks, *fields)
+    arguments = OpArguments(*fields)
+    call, *objects = unpack(arguments, shapes_only=True)
+    return list(cast(Any, Attention).apply(arguments, GraphCall(call, *objects) if objects else call, sinks, *tensors))
 
 
-def _split(values: Sequence[Any]) -> tuple[CallNumbers, OpKey]:
-    """Returns the last arguments of an op as `CallNumbers` and `OpKey`."""
-    count = len(CallNumbers._fields)
-    return CallNumbers(*values[:count]), OpKey(*values[count:])
-
-
-_forward = compat.define_op(
-    f"attention(Tensor[] tensors, Tensor? sinks, {NUMBERS_SCHEMA}, {OP_KEY_SCHEMA}) -> Tensor[]",
-    _run_forward,
-    _fake_forward,
-    _forward_with_autograd,
+_forward = define_op(
+    "attention", "Tensor[] tensors, Tensor? sinks", _run_forward, _fake_forward, _forward_with_autograd
 )
-_backward = compat.define_op(
-    "attention_backward(Tensor dout, Tensor[] saved, SymInt[] key_shape, "
-    f"{NUMBERS_SCHEMA}, {OP_KEY_SCHEMA}) -> Tensor[]",
-    _run_backward,
-    _fake_backward,
+_backward = define_op(
+    "attention_backward", "Tensor dout, Tensor[] saved, SymInt[] key_shape", _run_backward, _fake_backward
 )
 
 # -- autograd ---------------------------------------------------------------------------------------------------------
@@ -153,20 +126,19 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        key: OpKey,
-        call: AttentionCall | None,
-        numbers: CallNumbers,
+        arguments: OpArguments,
+        call: AttentionCall | GraphCall,
         sinks: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         # Below autograd, because otherwise the op would dispatch to its autograd kernel, which calls this function.
         with compat.below_autograd():
-            results = _forward(tensors, sinks, *numbers, *key)
+            results = _forward(tensors, sinks, *arguments)
         out, lse, *inner_tensors = results
-        ctx.key, ctx.call = key, call  # `call` keeps the call alive, so that its number stays valid
+        ctx.fields, ctx.call = arguments[1:], call  # `call` keeps the call alive, so that its number stays valid
         # In eager mode calls on hidden states have a Function of their own (`ProjectedAttention`). In a graph they come
-        # here, and their keys have more than seven numbers (`GraphKey.pack`).
-        ctx.count, ctx.projected = len(tensors), key.in_graph and len(key.numbers) > 7
+        # here.
+        ctx.count, ctx.projected = len(tensors), isinstance(call, GraphCall) and call.heads is not None
         ctx.set_materialize_grads(False)  # so that an unused lse has the gradient None instead of zeros
         if ctx.projected:
             # Backward projects q, k and v again, so only x, out, lse and the tensors of the projections are saved.
@@ -177,8 +149,8 @@ class Attention(torch.autograd.Function):
             saved = inner_tensors or (*tensors, out, lse)
             ctx.key_shape, for_dsinks = tensors[1].shape[1:3], (out, lse, sinks)
         # The gradient of sinks needs out and lse of the local tokens. `saved` may have those of head shards instead.
-        ctx.save_for_backward(*numbers, *saved, *(for_dsinks if sinks is not None else ()))
-        ctx.saved_count = len(saved)
+        ctx.save_for_backward(*arguments.tensors, *saved, *(for_dsinks if sinks is not None else ()))
+        ctx.object_count, ctx.saved_count = len(arguments.tensors), len(saved)
         return tuple(results)
 
     @staticmethod
@@ -186,16 +158,17 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         dout, *other_grads = grad_outputs
         if not ctx.projected:
-            refuse_gradients(other_grads, is_traced=ctx.call is None)
+            refuse_gradients(other_grads, is_traced=isinstance(ctx.call, GraphCall))
         if dout is None:  # out is not part of the loss
-            return (None,) * (4 + ctx.count)
-        mask_numbers, layout, key_layout, *tensors = ctx.saved_tensors
+            return (None,) * (3 + ctx.count)
+        tensors = ctx.saved_tensors
+        object_tensors, tensors = tensors[: ctx.object_count], tensors[ctx.object_count :]
         saved, for_dsinks = tensors[: ctx.saved_count], tensors[ctx.saved_count :]
-        grads = _backward(dout, saved, ctx.key_shape, mask_numbers, layout, key_layout, *ctx.key)
+        grads = _backward(dout, saved, ctx.key_shape, object_tensors, *ctx.fields)
         dsinks = sinks_gradient(dout, *for_dsinks) if for_dsinks else None
         # The tensors of a call on hidden states are x, others without a gradient, and the parameters. The op returns
         # the gradients of x and of the parameters; None goes between them. On q, k and v there is nothing between.
-        return None, None, None, dsinks, grads[0], *[None] * (ctx.count - len(grads)), *grads[1:]
+        return None, None, dsinks, grads[0], *[None] * (ctx.count - len(grads)), *grads[1:]
 
 
 def refuse_gradients(grads: Sequence[Tensor | None], is_traced: bool) -> None:
@@ -225,7 +198,7 @@ class ProjectedAttention(torch.autograd.Function):
     def forward(ctx: Any, call: ProjectedCall, x: Tensor, sinks: Tensor | None, *parameters: Tensor) -> Tensor:
         ctx.call = call
         with compat.below_autograd():
-            out, lse, local_lse = _forward([x], sinks, *CallNumbers(), *OpKey(call.registered_id))
+            out, lse, local_lse = _forward([x], sinks, *pack_registered(call.registered_id))
         ctx.save_for_backward(x, sinks, out, lse, local_lse, *parameters)
         return out
 

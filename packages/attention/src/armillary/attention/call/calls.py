@@ -17,11 +17,10 @@ from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.interface import AttentionMethod, StagedMethod
 from armillary.attention.call.projections import Projections, one_token
 from armillary.attention.call.recompute import RNGReplay, outside_autocast
-from armillary.attention.call.registered import register
 from armillary.attention.call.sources import Projected
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.core import accumulation_dtype
-from armillary.core.parts import own_memory, phase, pivot
+from armillary.core.parts import own_memory, phase, pivot, register
 
 
 @dataclass(eq=False)

@@ -15,14 +15,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from armillary.attention.call.attend import attend, attend_projected
-from armillary.attention.call.graph_key import read_layout
 from armillary.attention.call.interface import AttentionMethod
 from armillary.attention.call.projections import Projections
-from armillary.attention.call.registered import object_of
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import over_all_ranks
 from armillary.core import Axis, SequenceLayout
-from armillary.core.parts import compat, dtensor
+from armillary.core.parts import compat, dtensor, object_of
 
 Metadata = tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]]
 """Mesh, placements and shape of a DTensor: the fields of `Placed`."""
@@ -158,8 +156,9 @@ def _check_placements(method: AttentionMethod, tensors: Mapping[str, DTensor], o
 @compat.constant_when_traced
 def _error_in_trace(method_id: int, layout: str, key_layout: str, metadata: Mapping[str, Metadata]) -> str | None:
     """Returns the message of the error that `_check_placed` raises, or None."""
+    layouts = [SequenceLayout.read(text) if text else None for text in (layout, key_layout)]
     try:
-        _check_placed(object_of(method_id), metadata, read_layout(layout), read_layout(key_layout))
+        _check_placed(object_of(method_id), metadata, *layouts)
     except ValueError as error:
         return str(error)
     return None

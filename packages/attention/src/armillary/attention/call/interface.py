@@ -11,12 +11,12 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from armillary.attention.call.registered import register
 from armillary.attention.call.sources import QKVSource
 from armillary.attention.call.spec import AttentionOptions, AttentionSpec, Saved
 from armillary.attention.kernels import Kernel
 from armillary.attention.mask.bounded_cache import BoundedCache
 from armillary.core import Axis, SequenceLayout
+from armillary.core.parts import register
 
 
 class AttentionMethod(ABC):
@@ -45,7 +45,7 @@ class AttentionMethod(ABC):
     """Kernel, or its name, for calls without `kernel`; None: the preferred one of those that support the inputs."""
 
     registered_id: int
-    """Number under which a compiled graph finds the method (`call/registered.py`)."""
+    """Number under which a compiled graph finds the method (`armillary.core.ops`)."""
     spec_cache: BoundedCache[tuple[tuple[Hashable, ...], AttentionOptions], AttentionSpec]
     """Specs of checked calls, by `call_properties` and options."""
     planned_specs: BoundedCache[tuple[Hashable, ...], AttentionSpec]

@@ -1,192 +1,94 @@
 """Layers with a state inside `torch.compile` without a graph break: an op, and the op of its backward pass.
 
-Ops take only tensors, numbers and strings (`ScanKey`), and rebuild and check the call when the graph runs. Documents
-and trees are passed as a tensor, so one graph serves all of them. The number of gathered elements depends on the mask,
-so it is a dynamic size, known only when the graph runs.
+The ops check the call and run it as in eager mode. Masks and layouts are inputs of the graph, so one graph serves all
+of them. The number of gathered elements depends on the mask, so it is a dynamic size, known only when the graph runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from armillary.attention.call.graph_key import read_layout
 from armillary.attention.mask import AttentionMask
 from armillary.attention.states.calls import RECURRENCES, StateOptions, state_dtype
 from armillary.attention.states.scan import ScanCall
-from armillary.core.parts import axis_of, compat, own_memory, traced_axis
-
-KEY_SCHEMA = "str layer, str axis, str group, str layout, str kernel, float scale, SymInt[] sides"
-
-
-class ScanKey(NamedTuple):
-    """The arguments of a call that are not tensors, as arguments of the op: `KEY_SCHEMA`.
-
-    Args:
-        axis, group: names of the axis and of its process group; "" without an axis.
-        layout, kernel: "" for None.
-        sides: `AttentionMask.sides`; documents and trees are in a tensor.
-    """
-
-    layer: str
-    axis: str
-    group: str
-    layout: str
-    kernel: str
-    scale: float
-    sides: Sequence[int]
-
-    def call(self, inputs: Sequence[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None) -> ScanCall:
-        """Returns the checked call on these tensors."""
-        options = StateOptions(
-            read_layout(self.layout),
-            axis_of(self.axis, self.group, inputs[0]) if self.group else None,
-            AttentionMask.read(self.sides, mask_numbers),
-            self.kernel or None,
-            self.scale,
-        )
-        return RECURRENCES[self.layer].checked_call(options, *inputs, initial_state=initial_state)
-
-    def empty_results(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns empty tensors with the shapes and dtype of the outputs and the final states."""
-        recurrence, dtype = RECURRENCES[self.layer], state_dtype(inputs)
-        values, keys = inputs[recurrence.value_index], inputs[recurrence.key_index]
-        batch, _, heads, width = values.shape
-        return [
-            values.new_empty(values.shape, dtype=dtype),
-            values.new_empty((batch, heads, keys.shape[3], width), dtype=dtype),
-        ]
+from armillary.core import Axis
+from armillary.core.parts import compat, define_pair, traced_axis
 
 
 def trace_scan(
     layer: str, options: StateOptions, inputs: list[Tensor], initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Runs a call while a graph is traced. Returns (outputs [B, T, H, Dv], states [B, H, Dk, Dv])."""
-    mask, kernel = AttentionMask() if options.mask is None else options.mask, options.kernel
-    if not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
+    layout, axis, mask, kernel, scale = options
+    if mask is not None and not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"mask is a {type(mask).__name__}; an attention mask of documents or a tree is accepted")
     if kernel is not None and not isinstance(kernel, str):
         raise ValueError(f"torch.compile takes the name of a kernel; got {kernel}")
-    axis = None if options.axis is None else traced_axis(options.axis)
-    channels = inputs[RECURRENCES[layer].key_index].shape[3]
-    key = ScanKey(
-        layer,
-        "" if axis is None else axis.name,
-        "" if axis is None else axis.group,
-        "" if options.layout is None else options.layout.text,
-        kernel or "",
-        channels**-0.5 if options.scale is None else float(options.scale),
-        list(mask.sides),
-    )
-    out, final, _ = _scan(inputs, initial_state, mask.numbers, *key)
+    axis, scale = None if axis is None else traced_axis(axis), None if scale is None else float(scale)
+    out, final, _ = _scan([*inputs, initial_state], layer, layout, axis, mask, kernel, scale)
     return out, final
 
 
-def _run_forward(
-    inputs: list[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None, *key: Any
-) -> list[Tensor]:
-    """Returns outputs, final states and gathered elements, which are empty on one rank. No result is a view."""
-    out, final, gathered = ScanKey(*key).call(inputs, initial_state, mask_numbers).forward([*inputs, initial_state])
-    return [*map(own_memory, (out, final)), final.new_empty(0) if gathered is None else own_memory(gathered)]
+def _call(tensors: Sequence[Any], layer: str, *options: Any) -> ScanCall:
+    """Returns the checked call on the inputs of a layer and its initial state or None."""
+    *inputs, initial_state = tensors
+    return RECURRENCES[layer].checked_call(StateOptions(*options), *inputs, initial_state=initial_state)
 
 
-def _fake_forward(
-    inputs: list[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None, *key: Any
-) -> list[Tensor]:
-    """Returns empty results of `_run_forward`, for tracing."""
-    scan_key = ScanKey(*key)
-    out, final = scan_key.empty_results(inputs)
-    layout = read_layout(scan_key.layout)
-    is_local = layout is None or layout.shards == 1
-    return [out, final, final.new_empty(0 if is_local else torch.library.get_ctx().new_dynamic_size())]
+def _run(tensors: Sequence[Tensor], *call: Any) -> list[Tensor]:
+    """Returns outputs, final states and gathered elements, which are empty on one rank."""
+    out, final, gathered = _call(tensors, *call).forward(tensors)
+    return [out, final, final.new_empty(0) if gathered is None else gathered]
 
 
-def _run_backward(
-    grads: list[Tensor],
-    inputs: list[Tensor],
-    initial_state: Tensor | None,
-    gathered: Tensor,
-    mask_numbers: Tensor | None,
-    *key: Any,
-) -> list[Tensor]:
-    """Returns the gradients of the inputs, and of the initial state if there is one."""
-    call = ScanKey(*key).call(inputs, initial_state, mask_numbers)
-    tensors = [*inputs, initial_state]
-    # An op runs below autograd, but backward recomputes the chunks with autograd.
-    with compat.above_autograd():
-        tensor_grads = call.backward(grads, tensors, gathered)
+def _empty_outputs(inputs: Sequence[Tensor], layer: str) -> list[Tensor]:
+    """Returns empty tensors with the shapes and dtype of the outputs and the final states."""
+    recurrence, dtype = RECURRENCES[layer], state_dtype(inputs)
+    values, keys = inputs[recurrence.value_index], inputs[recurrence.key_index]
+    batch, _, heads, width = values.shape
     return [
-        own_memory(torch.zeros_like(x) if grad is None else grad)
-        for x, grad in zip(tensors, tensor_grads, strict=True)
-        if x is not None
+        values.new_empty(values.shape, dtype=dtype),
+        values.new_empty((batch, heads, keys.shape[3], width), dtype=dtype),
     ]
 
 
-def _fake_backward(
-    grads: list[Tensor],
-    inputs: list[Tensor],
-    initial_state: Tensor | None,
-    gathered: Tensor,
-    mask_numbers: Tensor | None,
-    *key: Any,
-) -> list[Tensor]:
-    """Returns empty results of `_run_backward`, for tracing."""
-    return [x.new_empty(x.shape) for x in (*inputs, initial_state) if x is not None]
+def _fake(tensors: Sequence[Tensor], layer: str, layout: None, axis: Axis | None, *_: Any) -> list[Tensor]:
+    out, final = _empty_outputs(tensors[:-1], layer)
+    is_local = axis is None or axis.size == 1
+    return [out, final, final.new_empty(0 if is_local else torch.library.get_ctx().new_dynamic_size())]
 
 
-def _scan_with_autograd(
-    inputs: list[Tensor], initial_state: Tensor | None, mask_numbers: Tensor | None, *key: Any
-) -> list[Tensor]:
-    """The op's autograd kernel."""
-    if not any(x is not None and x.requires_grad for x in (*inputs, initial_state)):
-        with compat.below_autograd():
-            return _scan(inputs, initial_state, mask_numbers, *key)
-    return list(cast(Any, _TracedScan).apply(ScanKey(*key), mask_numbers, initial_state, *inputs))
+def _run_backward(grads: Sequence[Tensor | None], saved: Sequence[Tensor], layer: str, *options: Any) -> list[Tensor]:
+    """Returns the gradients of the inputs, and of the initial state if there is one."""
+    *tensors, gathered = saved
+    output_grads = [
+        torch.zeros_like(x) if grad is None else grad
+        for x, grad in zip(_empty_outputs(tensors[:-1], layer), grads, strict=True)
+    ]
+    # An op runs below autograd, but backward recomputes the chunks with autograd.
+    with compat.above_autograd():
+        tensor_grads = _call(tensors, layer, *options).backward(output_grads, tensors, gathered)
+    return [
+        torch.zeros_like(x) if grad is None else grad
+        for x, grad in zip(tensors, tensor_grads, strict=True)
+        if x is not None  # pyright: ignore[reportUnnecessaryComparison] - the initial state
+    ]
 
 
-_scan = compat.define_op(
-    f"state_scan(Tensor[] inputs, Tensor? initial_state, Tensor? mask_numbers, {KEY_SCHEMA}) -> Tensor[]",
-    _run_forward,
-    _fake_forward,
-    _scan_with_autograd,
-)
-_scan_backward = compat.define_op(
-    "state_scan_backward(Tensor[] grads, Tensor[] inputs, Tensor? initial_state, Tensor gathered, "
-    f"Tensor? mask_numbers, {KEY_SCHEMA}) -> Tensor[]",
+def _fake_backward(grads: Sequence[Tensor | None], saved: Sequence[Tensor | None], *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in saved[:-1] if x is not None]
+
+
+_scan = define_pair(
+    "state_scan",
+    _run,
     _run_backward,
+    _fake,
     _fake_backward,
+    lambda tensors, results: (*tensors, results[2]),
+    outputs=2,
 )
-
-
-class _TracedScan(torch.autograd.Function):
-    """`scan._Scan` for graphs: forward runs the op below autograd, backward runs the backward op."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, key: ScanKey, mask_numbers: Tensor | None, initial_state: Tensor | None, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        with compat.below_autograd():  # above it, the op would dispatch to its autograd kernel, which is this function
-            out, final, gathered = _scan(list(inputs), initial_state, mask_numbers, *key)
-        ctx.key = key
-        ctx.save_for_backward(mask_numbers, initial_state, gathered, *inputs)
-        ctx.mark_non_differentiable(gathered)
-        # Autograd would otherwise create a zero gradient for `gathered`, whose size is not known while tracing.
-        ctx.set_materialize_grads(False)
-        return out, final, gathered
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        mask_numbers, initial_state, gathered, *inputs = ctx.saved_tensors
-        results = ctx.key.empty_results(inputs)
-        grads = [
-            torch.zeros_like(x) if grad is None else grad for x, grad in zip(results, grad_outputs[:2], strict=True)
-        ]
-        input_grads = _scan_backward(grads, inputs, initial_state, gathered, mask_numbers, *ctx.key)
-        if initial_state is None:
-            return None, None, None, *input_grads
-        return None, None, input_grads[-1], *input_grads[:-1]

@@ -32,7 +32,7 @@ All ranks of an axis must call the same collectives in the same order, in forwar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
@@ -40,7 +40,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import compat
-from armillary.core.collectives import compiled
 from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.all_reduce import start_all_reduce
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
@@ -48,6 +47,7 @@ from armillary.core.collectives.autograd import check_dims, check_heads, linear,
 from armillary.core.collectives.collective import check_tokens, tokens_on
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter
 from armillary.core.mesh import Axis
+from armillary.core.ops import define_linear, traced_axis
 from armillary.core.spans import cut
 from armillary.core.validation import check_tensor, integer
 
@@ -143,7 +143,7 @@ def all_gather(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] | Non
         return _dtensor_functions().all_gather(x, mesh_axis, sizes, dim)
     sizes = _sizes(mesh_axis, sizes, tokens_on(x, dim) * mesh_axis.size)
     if torch.compiler.is_compiling():
-        return compiled.all_gather(x, mesh_axis, sizes, dim)
+        return _trace(_traced_all_gather, x, mesh_axis, sizes, dim, sum(sizes))
     return linear(x, start_all_gather, start_reduce_scatter, mesh_axis, tuple(sizes), dim)
 
 
@@ -169,7 +169,7 @@ def reduce_scatter(x: Tensor, axis: DeviceMesh | Axis, *, sizes: Sequence[int] |
         return _dtensor_functions().reduce_scatter(x, mesh_axis, sizes, dim)
     sizes = _sizes(mesh_axis, sizes, tokens_on(x, dim))
     if torch.compiler.is_compiling():
-        return compiled.reduce_scatter(x, mesh_axis, sizes, dim)
+        return _trace(_traced_reduce_scatter, x, mesh_axis, sizes, dim, sizes[mesh_axis.rank])
     return linear(x, start_reduce_scatter, start_all_gather, mesh_axis, tuple(sizes), dim)
 
 
@@ -244,6 +244,23 @@ def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int
     if len(sizes) != axis.size:
         raise ValueError(f"sizes {tuple(sizes)}: one for each of the {axis.size} ranks of axis {axis.name!r} is needed")
     return sizes
+
+
+def _run_all_gather(x: Tensor, dim: int, axis: Axis, *sizes: int) -> Tensor:
+    return start_all_gather(x, axis, sizes, dim).wait()
+
+
+def _run_reduce_scatter(x: Tensor, dim: int, axis: Axis, *sizes: int) -> Tensor:
+    return start_reduce_scatter(x, axis, sizes, dim).wait()
+
+
+_traced_all_gather = define_linear("all_gather", _run_all_gather, _run_reduce_scatter)
+_traced_reduce_scatter = define_linear("reduce_scatter", _run_reduce_scatter, _run_all_gather)
+
+
+def _trace(op: Callable[..., Tensor], x: Tensor, axis: Axis, sizes: Sequence[int], dim: int, tokens: int) -> Tensor:
+    """Traces a collective whose result has `tokens` tokens into a graph of torch.compile."""
+    return x if axis.size == 1 else op(x, dim, tokens, traced_axis(axis), *sizes)
 
 
 def _dtensor_functions() -> ModuleType:

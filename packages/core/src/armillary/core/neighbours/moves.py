@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import compat
 from armillary.core.collectives.autograd import linear
-from armillary.core.collectives.compiled import traced_axis
 from armillary.core.collectives.token_moves import start_move, start_return
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
@@ -32,12 +31,13 @@ from armillary.core.neighbours.tables import (
     FLAT,
     TokenMove,
     check_layout,
-    halo_table,
-    relayout_table,
-    shift_table,
+    halo_move,
+    relayout_move,
+    shift_move,
     tokens_dim,
 )
-from armillary.core.segments import Segmented, check_lookahead, segments_of
+from armillary.core.ops import traced_axis
+from armillary.core.segments import Segmented
 from armillary.core.validation import check_tensor, integer
 
 Documents = Sequence[int] | Sequence[Sequence[int]] | Tensor | None
@@ -72,8 +72,7 @@ def relayout(
         check_layout(layout, mesh_axis)
     if source == target:
         return x
-    table = relayout_table(source, target, mesh_axis.rank)
-    move = TokenMove(mesh_axis, table)
+    move = relayout_move(mesh_axis, source, target)
     return _on_local(x, lambda local: _move(local, dim, move), mesh_axis, dim, (source, target))
 
 
@@ -106,12 +105,8 @@ def shift(
     integer("offset", offset)
     if torch.compiler.is_compiling():
         return graphs.shift(x, layout, traced_axis(axis), offset, documents, fill, dim, mask)
-    mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
-    check_layout(layout, mesh_axis)
-    check_lookahead("offset", offset, rows)
-    table = shift_table(layout, rows, offset, mesh_axis.rank)
-    move = TokenMove(mesh_axis, table, len(rows), fill=fill)
-    return _on_local(x, lambda local: _move(local, dim, move), mesh_axis, dim, (layout,))
+    move = shift_move(Axis.of(axis), layout, documents, mask, offset, fill)
+    return _on_local(x, lambda local: _move(local, dim, move), move.axis, dim, (layout,))
 
 
 def halo(
@@ -149,15 +144,12 @@ def halo(
         raise ValueError("x is a DTensor, but runs with halos overlap and have no placement; pass x.to_local()")
     if torch.compiler.is_compiling():
         return graphs.halo(x, layout, traced_axis(axis), left, right, documents, dim, mask)
-    mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
-    check_layout(layout, mesh_axis)
-    check_lookahead("right", -right, rows)
-    table, lengths = halo_table(layout, rows, left, right, mesh_axis.rank)
-    move = TokenMove(mesh_axis, table, len(rows))
+    move = halo_move(Axis.of(axis), layout, documents, mask, left, right)
     # One exchange returns all runs, one after another, each with its halo.
-    if len(rows) == 1:
-        return _move(x, dim, move).split(lengths, dim)
-    return tuple(run.unsqueeze(0) for run in _move(move.tokens(x, tokens_dim(x, dim)), FLAT, move).split(lengths))
+    if move.rows == 1:
+        return _move(x, dim, move).split(move.lengths, dim)
+    runs = _move(move.tokens(x, tokens_dim(x, dim)), FLAT, move).split(move.lengths)
+    return tuple(run.unsqueeze(0) for run in runs)
 
 
 @compat.dtensors_outside_graphs
@@ -196,17 +188,14 @@ def short_convolution(
         raise ValueError(f"bias {tuple(bias.shape)}: one number for each of the {weight.shape[0]} channels is needed")
     if torch.compiler.is_compiling():
         return graphs.short_convolution(x, weight, layout, traced_axis(axis), bias, documents, mask)
-    mesh_axis, rows = Axis.of(axis), segments_of(layout.length, documents, mask)
-    check_layout(layout, mesh_axis)
     # A window of W tokens needs a halo of W - 1 tokens before each run; then the convolution is local.
-    table, lengths = halo_table(layout, rows, weight.shape[1] - 1, 0, mesh_axis.rank)
-    move = TokenMove(mesh_axis, table, len(rows))
+    move = halo_move(Axis.of(axis), layout, documents, mask, weight.shape[1] - 1, 0)
 
     def convolve(local: Tensor) -> Tensor:
         runs = _move(move.tokens(local, 1), FLAT, move)
-        return convolve_runs(runs, weight, bias, lengths).view(local.shape)
+        return convolve_runs(runs, weight, bias, move.lengths).view(local.shape)
 
-    return _on_local(x, convolve, mesh_axis, 1, (layout,))
+    return _on_local(x, convolve, move.axis, 1, (layout,))
 
 
 def _on_local(

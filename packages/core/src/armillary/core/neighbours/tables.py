@@ -1,4 +1,4 @@
-"""The tables of `neighbours.moves`: the tokens that each rank needs, computed on the host and cached."""
+"""The moves of `neighbours.moves`: the tables of tokens that each rank needs, computed on the host and cached."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from torch import Tensor
 
 from armillary.core import compat
-from armillary.core.collectives.compiled import TracedAxis
 from armillary.core.collectives.token_moves import MoveTable
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
-from armillary.core.segments import Segments
+from armillary.core.ops import TracedAxis
+from armillary.core.segments import Segmented, Segments, check_lookahead, segments_of
 from armillary.core.slices import Integers
 from armillary.core.validation import check_dim, check_tensor
 
@@ -65,6 +65,32 @@ class TokenMove(NamedTuple):
         if dim == FLAT:
             return tokens
         return tokens.movedim(0, dim) if self.rows == 1 else tokens.unflatten(0, (self.rows, -1))
+
+
+def relayout_move(axis: Axis, source: SequenceLayout, target: SequenceLayout) -> TokenMove:
+    """Returns the move of `relayout`."""
+    return TokenMove(axis, relayout_table(source, target, axis.rank))
+
+
+def shift_move(
+    axis: Axis, layout: SequenceLayout, documents: object, mask: Segmented | None, offset: int, fill: float
+) -> TokenMove:
+    """Returns the move of `shift`. Raises ValueError for arguments that do not fit each other."""
+    rows = segments_of(layout.length, documents, mask)
+    check_layout(layout, axis)
+    check_lookahead("offset", offset, rows)
+    return TokenMove(axis, shift_table(layout, rows, offset, axis.rank), len(rows), fill=fill)
+
+
+def halo_move(
+    axis: Axis, layout: SequenceLayout, documents: object, mask: Segmented | None, left: int, right: int
+) -> TokenMove:
+    """Returns the move of `halo`. Raises ValueError for arguments that do not fit each other."""
+    rows = segments_of(layout.length, documents, mask)
+    check_layout(layout, axis)
+    check_lookahead("right", -right, rows)
+    table, lengths = halo_table(layout, rows, left, right, axis.rank)
+    return TokenMove(axis, table, len(rows), lengths)
 
 
 def check_layout(layout: SequenceLayout, axis: Axis | TracedAxis) -> None:

@@ -10,8 +10,8 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.attention.parts import GradientSums, ProjectionParts, register_as_tensor, select_heads
-from armillary.core.parts import compat
+from armillary.attention.parts import GradientSums, ProjectionParts, select_heads
+from armillary.core.parts import compat, register_as_tensor
 from armillary.models.layers.collected_linear import HeadRows, collected_linear
 from armillary.models.layers.rope import RotaryEmbedding
 
