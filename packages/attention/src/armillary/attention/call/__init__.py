@@ -2,7 +2,7 @@
 
     dtensors            DTensors: placements are checked, local tensors computed, DTensors returned
     attend              local tensors: checked, then run in eager mode or traced into a graph
-    project             hidden states in eager mode (in a graph, with a graph break)
+    project             hidden states in eager mode (`eager_only`: in a graph, with a graph break)
     autograd            the op pair that autograd, selective checkpointing and torch.compile see
     graph_calls         a call in a compiled graph: the objects that its op takes
     validation          arguments -> `AttentionSpec`, before any communication

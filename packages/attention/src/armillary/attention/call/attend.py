@@ -15,8 +15,6 @@ from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import cast_for_autocast, check_call, check_sinks, check_transforms
 from armillary.core.parts import compat
 
-project_outside_graphs = compat.never_traced(project_eagerly)
-
 
 def attend(
     method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
@@ -59,5 +57,7 @@ def attend_projected(
         graph_call = GraphCall.of(method, options, x.shape[1], x.shape[1], *projected)
         tensors = [x, projection_parts.projector, *projection_parts.tensors, *projection_parts.parameters]
         return trace_call(graph_call, tensors, head_sinks(sinks))[0]
-    # Projections that an op cannot rebuild: a graph break, because autograd projects stages of heads again in backward.
+    # Projections that an op cannot rebuild: a graph break.
+    from armillary.attention.call.eager_only import project_outside_graphs
+
     return project_outside_graphs(method, x, projections, sinks, options)
