@@ -6,7 +6,7 @@ these. When the graph runs, `unpack` rebuilds the objects, and the op runs the s
     object                      in the graph                                 another value needs
     None, bool, str             text                                         another graph
     boundaries of documents     text                                         another graph
-    registered object           text: its number (`register`)                another graph
+    registered object           a number (`register`)                        another graph
     axis                        text: its name, device type and group        another graph
     float                       a number                                     another graph
     int                         a number                                     once another graph, with a symbol
@@ -170,7 +170,8 @@ def pack(*values: Any) -> OpArguments:
         elif isinstance(value, (list, tuple)):
             lines.append("documents:" + _documents_text(cast("Sequence[Any]", value)))
         elif not isinstance(value, Tensor) and hasattr(value, "registered_id"):
-            lines.append(f"object:{value.registered_id}")
+            lines.append("object")
+            numbers.append(value.registered_id)
         elif not isinstance(value, Tensor) and hasattr(value, "reference"):
             sides = value.sides
             lines.append("mask:" + value.reference)
@@ -203,6 +204,8 @@ def unpack(arguments: OpArguments, shapes_only: bool = False) -> list[Any]:
     for kind, detail in _lines(arguments.text):
         if kind == "int":
             values.append(next(numbers))
+        elif kind == "object":
+            values.append(object_of(int(next(numbers))))  # `int` specializes the graph to the number
         elif kind == "float":
             values.append(next(floats))
         elif kind == "layout":
@@ -252,7 +255,6 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "bool": bool,
     "str": str,
     "documents": _read_documents,
-    "object": lambda number: object_of(int(number)),
     "axis": _read_axis,
 }
 
