@@ -117,14 +117,14 @@ def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
         OSError: rank 0 cannot create a file in the folder. On every rank.
     """
 
-    # Rank 0 creates a file with a name that no earlier run has used; the other ranks look for it.
-    def create_token() -> Path:
+    # Rank 0 creates a file with a name that no earlier run has used; the other ranks look for this name in their folder.
+    def create_token() -> str:
         folder.mkdir(parents=True, exist_ok=True)
-        token = folder / f".seen-by-all-{uuid4().hex}"
-        token.touch()
-        return token
+        name = f".seen-by-all-{uuid4().hex}"
+        (folder / name).touch()
+        return name
 
-    token = ranks.on_first(create_token)
+    token = folder / ranks.on_first(create_token)
     blind = [rank for rank, sees_it in enumerate(ranks.on_all(token.exists)) if not sees_it]
     ranks.on_first(token.unlink)
     if blind:
