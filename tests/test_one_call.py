@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from test_structure import reached
 
@@ -42,15 +41,19 @@ def calls_between_files(run) -> set[tuple[str, str, str]]:
     return edges
 
 
-def climbs(attend) -> set[tuple[str, str, str]]:
-    """Returns calls into a module that imports the caller's, other than of interface methods and local functions."""
+def calls_of(attend) -> set[tuple[str, str, str]]:
+    """Returns the calls between files in forward and backward of a method."""
     q, k, v = (torch.randn(1, 16 // attend.shards, 2, 8, requires_grad=True) for _ in range(3))
     layout = attend.layout(16)
 
     def run() -> None:
         attend(q, k, v, mask=AttentionMask(documents=[0, 3, 9, 16]), layout=layout).sum().backward()
 
-    edges = calls_between_files(run)
+    return calls_between_files(run)
+
+
+def climbs(edges: set[tuple[str, str, str]]) -> set[tuple[str, str, str]]:
+    """Returns calls into a module that imports the caller's, other than of interface methods and local functions."""
     assert len(edges) > 10
     return {
         (caller, called, name)
@@ -62,22 +65,22 @@ def climbs(attend) -> set[tuple[str, str, str]]:
     }
 
 
-METHODS = {
-    "ring": lambda ranks: Ring(ranks["ring"]),
-    "token_ring": lambda ranks: TokenRing(ranks["ring"]),
-    "usp": lambda ranks: Ulysses(ranks["ulysses"], inner=Ring(ranks["ring"])),
-}
+def calls_of_methods() -> dict[str, set[tuple[str, str, str]]]:
+    """Returns the calls of each method, on 4 ranks or on 2 x 2."""
+    ring, both = mesh(ring=4)["ring"], mesh(ring=2, ulysses=2)
+    methods = {"ring": Ring(ring), "token_ring": TokenRing(ring), "usp": Ulysses(both["ulysses"], Ring(both["ring"]))}
+    return {name: calls_of(attend) for name, attend in methods.items()}
 
 
-def climbs_of(name: str) -> set[tuple[str, str, str]]:
-    ranks = mesh(ring=2, ulysses=2) if name == "usp" else mesh(ring=4)
-    return climbs(METHODS[name](ranks))
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_calls_go_down(worlds, name):
-    assert worlds(4).run(climbs_of, name) == [set()] * 4
+def test_calls_go_down(worlds):
+    """Ranks return their calls, so that only this process parses the sources."""
+    for calls in worlds(4).run(calls_of_methods):
+        assert {name: climbs(edges) for name, edges in calls.items()} == {
+            "ring": set(),
+            "token_ring": set(),
+            "usp": set(),
+        }
 
 
 def test_calls_of_one_rank_go_down():
-    assert climbs(Local()) == set()
+    assert climbs(calls_of(Local())) == set()
