@@ -16,7 +16,7 @@ from armillary.attention.tiling import block, grid
 from armillary.core.testing import mesh
 
 LENGTH = 48
-STEPS = 20
+STEPS = 12
 
 
 def documents(step: int) -> tuple[int, ...]:
