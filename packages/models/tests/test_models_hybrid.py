@@ -167,9 +167,9 @@ GROUPS = {
     "4 ranks": [
         Case({"ring": 4}, "ring", HYBRID, packed=True),
         Case({"ring": 2, "ulysses": 2}, "usp", HYBRID, KEEP, packed=True, tokens=43),
-        Case({"shard": 2, "ulysses": 2}, "ulysses", ONE_GROUP, LAYER, tokens=43),
         Case({"tp": 2, "ring": 2}, "ring", HYBRID, LAYER, packed=True, tokens=43),
     ],
+    "4 ranks, sharded": [Case({"shard": 2, "ulysses": 2}, "ulysses", ONE_GROUP, LAYER, tokens=43)],
     "relaid": [
         Case({"ring": 4}, "ring", HYBRID, packed=True, tokens=43, contiguous_states=True),
         Case({"ring": 2, "ulysses": 2}, "usp", HYBRID, KEEP, packed=True, contiguous_states=True),
@@ -185,7 +185,8 @@ GROUPS = {
     ],
     "compiled in part": [Case({"ring": 2}, "ring", HYBRID, LAYER, compiler="aot_eager")],
 }
-LONG = ("compiled blocks, relaid",)  # compiled blocks and eager relaid ones are tested separately
+LONG = ("4 ranks, sharded", "compiled blocks, relaid", "compiled in part")
+"""Other groups have sharded weights, compiled blocks and eager relaid ones; other models are compiled in part."""
 
 
 def compare_and_count_graphs(

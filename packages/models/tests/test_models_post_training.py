@@ -141,10 +141,13 @@ def test_packed_trees_equal_separate_sequences(name):
 
 
 def on_meshes():
-    """Loss, metrics and gradients by (loss, mesh), summed over ranks with other tokens or rows."""
+    """Loss, metrics and gradients by (loss, mesh), summed over ranks with other tokens or rows.
+
+    Each loss runs on two of the four meshes: it gets log-probabilities, which do not depend on the mesh.
+    """
     actual = {}
-    for name in LOSSES:
-        for method_name, sizes in METHODS.items():
+    for i, name in enumerate(LOSSES):
+        for method_name, sizes in list(METHODS.items())[i % 2 :: 2]:
             ranks = sizes.get("ring", 1) * sizes.get("ulysses", 1)
             over = mesh(shard=4 // ranks, **{"ring": 1, "ulysses": 1} | sizes)
             method = build_attention("ring" if method_name == "two" else method_name, over)
@@ -161,7 +164,7 @@ def on_meshes():
 def test_every_mesh_equals_one_rank(worlds):
     exact = {name: separate(name) for name in LOSSES}
     for actual in worlds(4).run(on_meshes):
-        assert len(actual) == len(LOSSES) * len(METHODS)
+        assert {method for _, method in actual} == set(METHODS)
         for (name, _), result in actual.items():
             check(result, exact[name])
 

@@ -74,7 +74,11 @@ def one_rank(worlds, tmp_path_factory) -> Summary:
         pytest.param({"ring": 2, "ulysses": 2}, "zigzag", marks=pytest.mark.long),
         pytest.param({"ring": 2, "ulysses": 2, "attention": "ulysses+token_ring"}, "zigzag", marks=pytest.mark.long),
         pytest.param({"ulysses": 4, "attention": "upipe"}, "zigzag", marks=pytest.mark.long),
-        ({"ring": 2, "ulysses": 2, "attention": "upipe+wallfacer", "heads_per_stage": 4}, "zigzag"),
+        pytest.param(
+            {"ring": 2, "ulysses": 2, "attention": "upipe+wallfacer", "heads_per_stage": 4},
+            "zigzag",
+            marks=pytest.mark.long,
+        ),
         pytest.param({"shard": 2, "ring": 2}, "zigzag", marks=pytest.mark.long),
         pytest.param({"replicate": 2, "ulysses": 2}, "contiguous", marks=pytest.mark.long),
         pytest.param({"replicate": 2, "shard": 2}, "contiguous", marks=pytest.mark.long),
@@ -145,7 +149,7 @@ def packed_on_one_rank(worlds, stores, tmp_path_factory) -> Summary:
     [
         {"ring": 4},
         pytest.param({"ring": 2, "ulysses": 2, "attention": "upipe+wallfacer"}, marks=pytest.mark.long),
-        {"tp": 2, "shard": 2},
+        pytest.param({"tp": 2, "shard": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )
