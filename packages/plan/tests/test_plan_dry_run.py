@@ -86,7 +86,7 @@ def printed(capsys, *flags: str) -> str:
     return capsys.readouterr().out
 
 
-DEBUG = ["--model.vocab-size", "257"]
+DEBUG = ["--model.vocab-size", "257", "--model.layers", "2"]
 
 
 def test_the_command_prints_mesh_shapes_memory_and_time(capsys):
@@ -156,9 +156,11 @@ def hybrid(length: int, layers: int = 3, mixers: tuple[str, ...] = ("delta_rule"
 
 def test_hybrids_are_predicted_by_simulation_and_plan(capsys):
     flags = "--recipe hybrid --cluster 8xh100 --parallel.ring 8 --parallel.ulysses 1 --data.sequence-length 64 --json"
-    output = json.loads(printed(capsys, *flags.split()))
+    hybrid_flags = ["--model.layers", "2", "--model.mixers", "mamba2", "attention"]
+    output = json.loads(printed(capsys, *flags.split(), *hybrid_flags))
     recipe, data = recipes.hybrid(), replace(recipes.hybrid().data, sequence_length=64)
-    config = replace(recipe, data=data, parallel=ParallelConfig(ring=8, ulysses=1))
+    model = replace(recipe.model, layers=2, mixers=("mamba2", "attention"))
+    config = replace(recipe, model=model, data=data, parallel=ParallelConfig(ring=8, ulysses=1))
     run, cluster = dry_run(config, 8), cluster_of("8xh100")
     job = job_of(config, run.axes, run.model, torch.bfloat16)
     assert output["fits"] and output["memory"]["device"] == simulate(job).device > 0
