@@ -58,7 +58,7 @@ BRIEF = {
 }
 """By ranks: compositions that run a brief sample with each setting once, another sample for each composition.
 
-Four ranks run every second case, and all of them under the mark `long`; fewer ranks run each setting.
+Four ranks run every third case, and all of them under the mark `long`; fewer ranks run each setting.
 """
 PARTLY = {
     4: [
@@ -84,7 +84,7 @@ Chosen = tuple[Composition, int, int]
 """(composition, number of its brief sample, every how many cases one runs)."""
 
 
-def calls(brief_step: int = 2, step: int = 5) -> Iterator[list[Chosen]]:
+def calls(brief_step: int = 3, step: int = 5) -> Iterator[list[Chosen]]:
     """Yields the compositions of one call: about half of those with equal ranks.
 
     Args:
@@ -107,14 +107,19 @@ def part_of_brief(number: int, every: int) -> list[Case]:
     return [with_every_kind(case) if case is replaced else case for case in chosen]
 
 
-LONG = [of("ring", ring=8), of("wallfacer-4-keys", ring=16)]
-"""Compositions on many ranks, whose methods other tests run on fewer ranks, also with two or more in each ring."""
+EIGHT = [
+    *(of("wallfacer-2-queries", ring=8), of("ring+token_ring", nodes=2, devices=4)),
+    of("upipe+ring+ring", nodes=2, devices=2, ulysses=2),
+]
+"""Compositions on eight ranks that have no counterpart on four: rings of teams, a larger ring in a node, three axes."""
 
 
 def marked() -> list[Any]:
-    """Marks `LONG` with `long`, and adds full samples of `BRIEF` on four ranks and a third of `PARTLY` likewise."""
-    usual = [pytest.param(some, marks=[pytest.mark.long] * (some[0][0] in LONG)) for some in calls()]
-    return usual + [pytest.param(some, marks=pytest.mark.long) for some in calls(1, 3) if some[0][0].ranks >= 4]
+    """Adds `EIGHT` to the calls on up to four ranks, and marked with `long` all calls on four ranks or more in full."""
+    every = list(calls())
+    eight = [part for some in every for part in some if part[0] in EIGHT]
+    more = [pytest.param(some, marks=pytest.mark.long) for some in calls(1, 3) if some[0][0].ranks >= 4]
+    return [*(some for some in every if some[0][0].ranks <= 4), eight, *more]
 
 
 def through(composition: Composition) -> Any:
