@@ -113,17 +113,21 @@ def on_one_rank(family: str, padding: str):
     return full.detach() * mask[..., None], [p.grad for p in built.parameters()]
 
 
-CASES = [(family, "packed") for family in FAMILIES]
-CASES += [("RobertaForMaskedLM", "whole"), ("RobertaForMaskedLM", "padded"), ("RobertaForCausalLM", "padded")]
+CASES = [("RobertaForMaskedLM", padding) for padding in ("packed", "whole", "padded")]
+CASES += [("RobertaForCausalLM", "padded"), ("EsmForMaskedLM", "packed")]
+CASES += [(family, "packed") for family in COUNTING_FROM_0]
+"""One model of each rule: the other families have RoBERTa's, by `test_the_rule_is_read_from_the_model`."""
+LONG_CASES = [(family, "packed") for family in FAMILIES if (family, "packed") not in CASES]
 
 
-def results_on_a_shard():
+def results_on_a_shard(cases: list[tuple[str, str]]):
     transformers.logging.set_verbosity_error()
-    return [on_a_shard(*case) for case in CASES]
+    return [on_a_shard(*case) for case in cases]
 
 
-def test_shards_have_the_position_ids_of_full_rows(worlds):
-    for case, *answers in zip(CASES, *worlds(4).run(results_on_a_shard), strict=True):
+@pytest.mark.parametrize("cases", [CASES, pytest.param(LONG_CASES, marks=pytest.mark.long)], ids=["each rule", "all"])
+def test_shards_have_the_position_ids_of_full_rows(worlds, cases):
+    for case, *answers in zip(cases, *worlds(4).run(results_on_a_shard, cases), strict=True):
         logits, gradients = on_one_rank(*case)
         full = torch.zeros_like(logits)
         for shard, _, positions in answers:
