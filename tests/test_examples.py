@@ -48,6 +48,7 @@ def compiled_errors() -> list[float]:
     return example("context_parallel").errors(RANKS, compiled=True)
 
 
+@pytest.mark.long
 def test_compiled_blocks_are_one_graph_each(worlds):
     for actual in worlds(RANKS).run(compiled_errors):
         assert max(actual) < 1e-9, actual
