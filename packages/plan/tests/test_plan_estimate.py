@@ -57,16 +57,20 @@ def job(model=LLAMA, axes=U8, name="upipe", length=2**19, checkpointing=LAYER, o
         pytest.param(
             job(axes={"ring": 2, "ulysses": 4}, name="usp", checkpointing=OUTPUT, on_host=False), marks=pytest.mark.long
         ),
-        job(axes={"ring": 16}, name="wallfacer", team=2),
+        pytest.param(job(axes={"ring": 16}, name="wallfacer", team=2), marks=pytest.mark.long),
         job(axes={"ring": 8, "ulysses": 1}, name="upipe+wallfacer", team=2, heads_per_stage=8),
         pytest.param(job(replace(LLAMA, layers=1), axes={"ring": 4}, name="token_ring"), marks=pytest.mark.long),
         job(QWEN, axes=R8, name="all_gather", checkpointing=replace(OUTPUT, offload=True)),
         pytest.param(job(GPT, axes=R8, name="wallfacer", team=2, length=2**17, on_host=False), marks=pytest.mark.long),
         job(GPT, axes=R8, name="ring", length=2**17, checkpointing=Checkpointing("none"), on_host=False),
-        job(GPT, {"ring": 4, "tp": 2}, "ring", 2**17, Checkpointing("none"), on_host=False),
+        pytest.param(
+            job(GPT, {"ring": 4, "tp": 2}, "ring", 2**17, Checkpointing("none"), on_host=False), marks=pytest.mark.long
+        ),
         job(GPT, {"ring": 4}, "ring", 2**17, Checkpointing("none", tiled=True), on_host=False, zero_stage=2),
         job(axes={"ring": 2, "tp": 4}, name="ring", length=2**18, on_host=False, zero_stage=2),
-        job(GPT, {"ring": 4}, "ring", 2**15, on_host=False, zero_stage=1, micro_batches=2),
+        pytest.param(
+            job(GPT, {"ring": 4}, "ring", 2**15, on_host=False, zero_stage=1, micro_batches=2), marks=pytest.mark.long
+        ),
         job(GPT, {"ring": 4}, "ring", 2**15, Checkpointing("none"), on_host=False, zero_stage=1, micro_batches=4),
         pytest.param(
             job(axes={"ulysses": 2, "tp": 4}, length=2**18, checkpointing=OUTPUT, on_host=False), marks=pytest.mark.long
@@ -84,7 +88,7 @@ def test_the_estimate_agrees_with_the_simulation(job):
     "checkpointing",
     [
         replace(LAYER, inputs=1),  # of 5 blocks, so that recomputed inputs dominate
-        replace(LAYER, inputs=1, offload=True, prefetch=False),
+        pytest.param(replace(LAYER, inputs=1, offload=True, prefetch=False), marks=pytest.mark.long),
         replace(OUTPUT, inputs=3, outputs=4, offload=True, on_device=1),
         replace(OUTPUT, offload=True),  # block 1 fetches the outputs of block 0
     ],
@@ -115,10 +119,13 @@ def hybrid(mixers, axes, name, tokens, checkpointing, layers=3, **options):
 @pytest.mark.parametrize(
     "job",
     [
-        hybrid(DELTA, {}, "local", 1024, LAYER, layers=1, rows=4),
+        pytest.param(hybrid(DELTA, {}, "local", 1024, LAYER, layers=1, rows=4), marks=pytest.mark.long),
         hybrid(DELTA, {"ring": 8}, "ring", 1024, Checkpointing("none"), layers=1, rows=8),
-        hybrid(MAMBA, {"ring": 4}, "ring", 8192, OUTPUT, layers=2),
-        hybrid(MIXED, {"ring": 2, "ulysses": 2}, "usp", 1024, replace(LAYER, offload=True), rows=4),
+        pytest.param(hybrid(MAMBA, {"ring": 4}, "ring", 8192, OUTPUT, layers=2), marks=pytest.mark.long),
+        pytest.param(
+            hybrid(MIXED, {"ring": 2, "ulysses": 2}, "usp", 1024, replace(LAYER, offload=True), rows=4),
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             hybrid(MIXED, {"ring": 4}, "upipe+ring", 1024, Checkpointing("none", tiled=True), zero_stage=2, rows=4),
             marks=pytest.mark.long,
