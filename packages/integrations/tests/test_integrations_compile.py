@@ -30,6 +30,7 @@ LINEAR |= {
 }
 MODELS = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "one layer": ("LlamaForCausalLM", "LlamaConfig", {"num_hidden_layers": 1}),
     "mistral": ("MistralForCausalLM", "MistralConfig", GROUPED | {"sliding_window": 7}),
     "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", MIXED),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig", MIXED | EXPERTS | {"num_local_experts": 4}),
@@ -102,7 +103,9 @@ def results(cp: ContextParallel, model: nn.Module, call: Callable[..., Any], ste
     return [loss.detach(), *gradients]
 
 
-def compiled_case(name: str, method: str, part: str, ranks: int, backend: str) -> tuple[float, list[int]]:
+def compiled_case(
+    name: str, method: str, part: str, ranks: int, backend: str, sources: tuple[str, ...] = SOURCES
+) -> tuple[float, list[int]]:
     """Returns the greatest error of steps against eager mode, and the number of new graphs in each step."""
     torch._dynamo.reset()
     cp, model = prepared(name, method, ranks)
@@ -118,7 +121,7 @@ def compiled_case(name: str, method: str, part: str, ranks: int, backend: str) -
     for layer in layers(model) if part.startswith("layers") else ():
         layer.compile(backend=counting, fullgraph=part == "layers, fullgraph")
     # Bidirectional models and layers with a state take no documents from position ids.
-    sources = SOURCES[:-1] if name in ("bert", "qwen3-next") else SOURCES
+    sources = SOURCES[:-1] if name in ("bert", "qwen3-next") else sources
     error, new_graphs = 0.0, list[int]()
     for step in range(3 * len(sources)):
         earlier, source = len(graphs), sources[step % len(sources)]
@@ -129,11 +132,14 @@ def compiled_case(name: str, method: str, part: str, ranks: int, backend: str) -
 
 
 CASES = [
-    ("llama", "ring", "model", 2, "eager"),
+    ("one layer", "ring", "model", 2, "eager", ("position ids",)),
+    ("mistral", "ulysses", "layers, fullgraph", 2, "eager", SOURCES[:-1]),
+]
+LONG_CASES = [
     ("bert", "ulysses", "torch.compile", 2, "aot_eager"),
     ("mistral", "usp", "layers, fullgraph", 4, "eager"),
 ]
-LONG_CASES = [
+LONG_CASES += [
     (name, method, part, ranks, "eager")
     for ranks in (2, 4)
     for name in ("llama", "mistral", "gemma3", "gpt-oss", "bert")
@@ -200,30 +206,30 @@ def test_layers_read_position_ids_and_boundaries_of_their_own(worlds):
         assert max(errors) < 1e-12, errors
 
 
-def refusals_when_compiled() -> list[tuple[str, str]]:
+def refusals_when_compiled(part: str) -> list[tuple[str, str]]:
     """Errors of eager and compiled models for the same wrong arguments."""
     pairs = list[tuple[str, str]]()
-    for part in ("layers", "model"):
-        torch._dynamo.reset()
-        cp, model = prepared("llama", "ring", 2)
-        eager = copy.deepcopy(model)
-        for module in layers(model) if part == "layers" else [model]:
-            module.compile(backend="eager")
-        batch, _, _ = batch_of(cp, 1, "one document")
-        one_more = torch.arange(batch.ids.shape[1] + 1)[None]
-        longer = torch.cat([batch.ids, batch.ids[:, :1]], 1) if cp.method.shard == 1 else batch.ids
-        for inputs in ({"input_ids": batch.ids}, {"input_ids": longer, "position_ids": one_more[:, : longer.shape[1]]}):
-            messages = list[str]()
-            for call in (eager, model):
-                with sequence(layout=batch.layout), pytest.raises(ValueError) as error:
-                    call(**inputs)
-                messages.append(str(error.value))
-            pairs.append((messages[0], messages[1]))
+    torch._dynamo.reset()
+    cp, model = prepared("one layer", "ring", 2)
+    eager = copy.deepcopy(model)
+    for module in layers(model) if part == "layers" else [model]:
+        module.compile(backend="eager")
+    batch, _, _ = batch_of(cp, 1, "one document")
+    one_more = torch.arange(batch.ids.shape[1] + 1)[None]
+    longer = torch.cat([batch.ids, batch.ids[:, :1]], 1) if cp.method.shard == 1 else batch.ids
+    for inputs in ({"input_ids": batch.ids}, {"input_ids": longer, "position_ids": one_more[:, : longer.shape[1]]}):
+        messages = list[str]()
+        for call in (eager, model):
+            with sequence(layout=batch.layout), pytest.raises(ValueError) as error:
+                call(**inputs)
+            messages.append(str(error.value))
+        pairs.append((messages[0], messages[1]))
     return pairs
 
 
-def test_compiled_models_raise_the_errors_of_eager_ones_on_every_rank(worlds):
-    ranks = worlds(2).run(refusals_when_compiled)
+@pytest.mark.parametrize("part", ["layers", pytest.param("model", marks=pytest.mark.long)])
+def test_compiled_models_raise_the_errors_of_eager_ones_on_every_rank(worlds, part):
+    ranks = worlds(2).run(refusals_when_compiled, part)
     assert ranks[0] == ranks[1]
     for eager, compiled in ranks[0]:
         assert eager == compiled
