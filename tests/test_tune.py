@@ -27,7 +27,7 @@ tune.main()
 """The first candidate cannot be built on one rank alone."""
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("fails", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_mesh_is_tuned_for_the_trainer(tmp_path, fails):
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
