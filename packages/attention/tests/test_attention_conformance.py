@@ -210,7 +210,7 @@ def test_each_of_several_sinks_per_head_has_its_gradient(worlds, ranks, all_case
 # -- random cases -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("indices", [range(24), pytest.param(range(24, 60), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("indices", [range(16), pytest.param(range(16, 60), marks=pytest.mark.long)], ids=str)
 def test_random_cases_conform(worlds, indices):
     """On sub-meshes of eight ranks: strides, autocast, checkpoints, projections, random layouts and masks."""
     trials = [trial for trial in (drawn(0, index) for index in indices) if not trial.case.dtensor]
@@ -410,18 +410,18 @@ class Balanced:
 
 
 def each_conforms_balanced() -> list[tuple[bool, list[str]]]:
-    return [conform_balanced(composition) for composition in BALANCED]
+    return [conform_balanced(composition, i % 3) for i, composition in enumerate(BALANCED)]
 
 
-def conform_balanced(composition: Composition) -> tuple[bool, list[str]]:
-    """Returns whether the layout is zigzag or contiguous, and failures: rows with documents, and a window."""
+def conform_balanced(composition: Composition, number: int) -> tuple[bool, list[str]]:
+    """Returns whether the layout is zigzag or contiguous, and failures under one of three masks."""
     documents = (0, 3, 60, 61, 97), (0, 40, 50, 97)
     masks = AttentionMask(documents=documents[0]), AttentionMask(documents=documents), AttentionMask(window=(9, 0))
-    chosen = [Case(batch=2, length=97, heads=4, kv_heads=2, mask=mask, dtype=torch.float64) for mask in masks]
+    case = Case(batch=2, length=97, heads=4, kv_heads=2, mask=masks[number], dtype=torch.float64)
     method = composition.build()
     layout = method.layout(97, "balanced", masks[0])
     simple = layout in [method.layout(97, kind) for kind in ("zigzag", "contiguous")]
-    return simple, [text for case in chosen for text in failures_of(Balanced(composition.build(), case.mask), [case])]
+    return simple, failures_of(Balanced(method, case.mask), [case])
 
 
 BALANCED = [
