@@ -163,6 +163,7 @@ def test_mamba2_equals_transformers():
 
 KEEP = Checkpointing("attention_output", chunk=3, inputs=2)
 ONE_GROUP = replace(HYBRID, mixers=("attention", "mamba2", "delta_rule"), tied_embeddings=True)
+OF_STATES = replace(HYBRID, layers=2, mixers=("delta_rule", "mamba2"))
 GROUPS = {
     "4 ranks": [
         Case({"ring": 4}, "ring", HYBRID, packed=True),
@@ -179,7 +180,7 @@ GROUPS = {
         Case({"ring": 2}, "ring", HYBRID, TILED, layout="contiguous", packed=True),
         Case({"tp": 2}, "local", ONE_GROUP, KEEP, sharded=False, tokens=13),
     ],
-    "compiled blocks": [Case({"ring": 2}, "ring", HYBRID, compiler="aot_eager", packed=True)],
+    "compiled blocks": [Case({"ring": 2}, "ring", OF_STATES, compiler="aot_eager", packed=True)],
     "compiled blocks, relaid": [
         Case({"ring": 2}, "ring", HYBRID, compiler="aot_eager", packed=True, contiguous_states=True)
     ],
@@ -201,14 +202,14 @@ def compare_and_count_graphs(
 
 @pytest.mark.parametrize("group", [pytest.param(name, marks=[pytest.mark.long] * (name in LONG)) for name in GROUPS])
 def test_loss_gradients_and_a_step_equal_one_rank(worlds, group):
-    """Compiled blocks are one graph each."""
+    """Compiled blocks are one graph each. Those of attention are compiled in other models."""
     cases = GROUPS[group]
     expected = [[on_one_rank(case, dtype) for dtype in (torch.float64, torch.float32)] for case in cases]
     ranks = worlds(prod(cases[0].axes.values()))
     for faults, graphs, breaks in ranks.run(compare_and_count_graphs, cases, expected, timeout=300):
         assert not faults
         if group.startswith("compiled blocks"):
-            assert graphs >= 3  # one for each mixer
+            assert graphs >= cases[0].config.layers  # one for each mixer
             assert not breaks
 
 
