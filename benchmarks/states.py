@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import normalize, scaled_dot_product_attention, softplus
 
-from armillary.attention import AttentionMask, gated_delta_rule, ssd
+from armillary.attention import AttentionMask
 from armillary.data.console.units import count_argument
+from armillary.states import gated_delta_rule, ssd
 
 BAR = 3.0
 BOUND = ("delta rule", "ssd")

@@ -38,6 +38,22 @@ def attention() -> None:
     assert q.grad is not None
 
 
+def states() -> None:
+    import torch
+    from torch.nn.functional import normalize
+
+    from armillary.states import gated_delta_rule
+
+    q, k = (normalize(torch.randn(1, 32, 2, 8), dim=-1) for _ in range(2))
+    v, g, beta = torch.randn(1, 32, 4, 8), -torch.rand(1, 32, 4), torch.rand(1, 32, 4, requires_grad=True)
+    out, final = gated_delta_rule(q, k, v, g, beta)
+    first, state = gated_delta_rule(*(x[:, :20] for x in (q, k, v, g, beta)))
+    second, end = gated_delta_rule(*(x[:, 20:] for x in (q, k, v, g, beta)), initial_state=state)
+    torch.testing.assert_close((torch.cat([first, second], 1), end), (out, final))
+    out.sum().backward()
+    assert beta.grad is not None
+
+
 def integrations() -> None:
     from armillary.attention import Local
     from armillary.integrations import register_transformers, share_rows
@@ -103,7 +119,7 @@ if __name__ == "__main__":
     name = sys.argv[1]
     for entry_point in distribution(name).entry_points:
         entry_point.load()
-    {each.__name__: each for each in (core, attention, integrations, check, data, models, train, plan)}[
+    {each.__name__: each for each in (core, attention, states, integrations, check, data, models, train, plan)}[
         name.removeprefix("armillary-")
     ]()
     print(f"ok: Python {sys.version.split()[0]}, torch {version('torch')}")

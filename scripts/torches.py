@@ -3,7 +3,7 @@
 Everything else has its pinned version. uv downloads what its cache lacks, for a new release of torch about 3 GB, and
 keeps the environment in its cache. Exits with pytest's exit code, or with 1 if the first run failed.
 
-    uv run python scripts/torches.py lowest               # tests of core, attention and train with the lowest torch
+    uv run python scripts/torches.py lowest               # tests of core, attention, states and train
     uv run python scripts/torches.py 2.13 packages/core   # tests of one package, or of any path
     uv run python scripts/torches.py lowest --first-run   # trains on two ranks and saves three times, in half a minute
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 from release import Package, torch_requirement, with_those_below
 
 ROOT = Path(__file__).parent.parent
-TESTED = ("packages/core", "packages/attention", "packages/train")
+TESTED = ("packages/core", "packages/attention", "packages/states", "packages/train")
 OF_TORCH = re.compile(r"(torch|triton|setuptools|nvidia-[\w-]+|cuda-[\w-]+)==")
 """Pins of torch and of packages whose versions each release of torch prescribes."""
 LAUNCHER = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "armillary.train")

@@ -31,13 +31,13 @@ from predict import BACKWARD, FORWARD
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from armillary.attention import AttentionMask, AttentionShape, CommPlan, Local, Ring, gated_delta_rule
-from armillary.attention.plans import relayout_comm_plan, state_comm_plan
+from armillary.attention import AttentionMask, AttentionShape, CommPlan, Local, Ring
 from armillary.core import Axis, CommLedger, SequenceLayout, build_mesh, relayout
 from armillary.data.console.units import count_argument
 from armillary.plan import Cluster
 from armillary.plan.comm_time.comm_plan_time import plan_seconds
 from armillary.plan.memory.estimate import AttentionChoice
+from armillary.states import gated_delta_rule, relayout_comm_plan, state_comm_plan
 
 RANKS, HEADS, DIM, STATE_LAYERS = 4, 8, 64, 3
 VARIANTS = ("zigzag", "relaid", "contiguous")

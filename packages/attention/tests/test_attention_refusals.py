@@ -30,18 +30,15 @@ from armillary.attention import (
     WallFacer,
     build_attention,
     build_comm_plan,
-    gated_delta_rule,
     reference_attention,
     sdpa_parallel,
     sequence,
-    ssd,
 )
 from armillary.attention.context_parallel import ContextParallelStyle
 from armillary.attention.context_parallel.dense_masks import mask_of_tensor
 from armillary.attention.mask import Prefix
 from armillary.attention.methods.teams import Teams
 from armillary.attention.parts import segment_sum
-from armillary.attention.plans import halo_comm_plan, relayout_comm_plan, state_comm_plan
 from armillary.attention.post_training import completion_labels, dpo_loss, grpo_loss
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh, value_errors
@@ -195,8 +192,6 @@ def plan(name: str, ring: int = 4, ulysses: int = 1, of: AttentionShape | None =
     return lambda: build_comm_plan(name, of or shape(), ring, ulysses, **options)
 
 
-STATES = {"heads": 2, "key_dim": 4, "value_dim": 4}
-OF_ROWS = {"batch": 3, "mask": AttentionMask(documents=[[0, N], [0, 5, N]])}
 NO_AXES = [(Ring, None), (Ring, "ring"), (TokenRing, 4), (AllGatherKV, object()), (Ulysses, None), (UPipe, {})]
 METHODS: Table = [
     *[(lambda make=make, axis=axis: make(axis), type(axis).__name__) for make, axis in NO_AXES],
@@ -244,10 +239,6 @@ METHODS: Table = [
     (plan("ring", of=shape(shards=8), ring=8, nodes=2), "nodes=2"),
     (lambda: shape(key_heads=3), "8 ", "3"),
     (lambda: replace(shape(), key_layout=zigzag(32, 2)), "4 ", "2"),
-    (lambda: state_comm_plan("mamba", zigzag(N, 1), **STATES), "layer"),
-    (lambda: state_comm_plan("ssd", zigzag(N, 4), **STATES, **OF_ROWS), "2 rows", "3"),
-    (lambda: halo_comm_plan(zigzag(N, 4), 3, 4, torch.float32, **OF_ROWS), "2 rows", "3"),
-    (lambda: relayout_comm_plan(zigzag(N, 1), zigzag(16, 4), 4), "length"),
 ]
 
 # -- calls on one rank ------------------------------------------------------------------------------------------------
@@ -450,51 +441,8 @@ def test_refusals_on_one_rank(refused, words):
 # -- on several ranks -------------------------------------------------------------------------------------------------
 
 
-def two_ranks() -> Table:
-    """Layers with a state."""
-    ring, layout = mesh(ring=2)["ring"], contiguous(20, 2)
-    q, v, g = (torch.zeros(2, 10, *sizes, dtype=torch.float64) for sizes in ((2, 6), (4, 5), (4,)))
-
-    def delta(**wrong) -> Callable[[], object]:
-        arguments = {"q": q, "k": q, "v": v, "g": g, "beta": g, "layout": layout, "axis": ring} | wrong
-        return lambda: gated_delta_rule(**arguments)
-
-    def mamba(**wrong) -> Callable[[], object]:
-        arguments = {"x": v, "Bm": q, "Cm": q, "dt": g, "A": g[0, 0], "layout": layout, "axis": ring} | wrong
-        return lambda: ssd(**arguments)
-
-    three = q[:, :, :1].repeat(1, 1, 3, 1)
-    return [
-        (delta(layout=SequenceLayout.striped(20, 2)), "relayout"),
-        (delta(layout=contiguous(20, 4)), "4 shards"),
-        (delta(axis=None), "2 shards"),
-        (delta(layout=None), "layout=None"),
-        (delta(layout=contiguous(18, 2)), "10 tokens"),
-        (delta(mask=AttentionMask(window=(4, 0))), "window"),
-        (delta(mask=object()), "mask", "object"),
-        (delta(mask=AttentionMask(documents=[[0, 20]] * 3)), "3 rows"),
-        (delta(q=q[..., :4]), "q "),
-        (delta(q=q[:, :4], k=q[:, :4]), "k "),
-        (delta(q=three, k=three), "k has 3 heads"),
-        (delta(k=DTensor.from_local(q, ring, [Shard(1)])), "k", "to_local"),
-        (delta(v=[1.0]), "v is a list"),
-        (delta(g=g[..., :3]), "g "),
-        (delta(beta=g.long()), "beta "),
-        (delta(initial_state=torch.zeros(2, 4, 5, 6)), "initial_state"),
-        (delta(scale=math.nan), "scale"),
-        (delta(kernel="fla"), "kernel 'fla'"),
-        (delta(kernel="mamba_ssm"), "mamba_ssm"),
-        (mamba(mask=FULL), "causal"),
-        (mamba(mask=AttentionMask.prefix([0, 20], [3])), "Prefix"),
-        (mamba(dt=g[..., :1]), "dt "),
-        (mamba(A=g[0, 0, :1]), "A "),
-        (mamba(Cm=q[..., :1]), "Cm "),
-        (mamba(kernel="flash"), "kernel='flash'"),
-    ]
-
-
 def four_ranks() -> Table:
-    return [*compositions(), *calls(), *state_dtensors(), *styles(), *context_parallel()]
+    return [*compositions(), *calls(), *styles(), *context_parallel()]
 
 
 def compositions() -> Table:
@@ -581,30 +529,6 @@ def calls() -> Table:
         (hidden(layout=three), "3 shards"),
         (hidden(mask=AttentionMask(documents=(0, 9, 31))), "31", "24"),
         (without_layout, "sequence(layout=attend.layout(length))"),
-    ]
-
-
-def state_dtensors() -> Table:
-    over, layout = mesh(ring=2, tp=2)["ring", "tp"], contiguous(24, 2)
-
-    def tokens(*placements) -> dict[str, DTensor]:
-        sizes = {"q": (2, 6), "k": (2, 6), "v": (4, 5), "g": (4,), "beta": (4,)}
-        full = {name: torch.zeros(2, 12, *size, dtype=torch.float64) for name, size in sizes.items()}
-        return {name: DTensor.from_local(x, over, placements, run_check=False) for name, x in full.items()}
-
-    def delta(inputs: dict[str, DTensor], layout=layout, axis=over["ring"], **wrong) -> Callable[[], object]:
-        return lambda: gated_delta_rule(**inputs | wrong, layout=layout, axis=axis)
-
-    good = tokens(Shard(1), Replicate())
-    state = DTensor.from_local(torch.zeros(2, 4, 6, 5, dtype=torch.float64), over, [Shard(1), Replicate()])
-    return [
-        (delta(good, k=good["k"].to_local()), "k local", "to_local"),
-        (delta(good, k=tokens(Shard(1), Shard(2))["k"]), "placed alike"),
-        (delta(tokens(Replicate(), Replicate())), "Shard(dim=1)"),
-        (delta(tokens(Shard(1), Partial())), "q is Partial(sum) on axis 'tp'"),
-        (delta(good, layout=SequenceLayout([[range(10)], [range(10, 24)]])), "(10, 14)"),
-        (delta(good, initial_state=state), "initial_state"),
-        (delta(good, axis=mesh(ring=2, tp=2)["ulysses"]), "axis 'ulysses'"),
     ]
 
 
@@ -779,7 +703,7 @@ def missing_words(table: Callable[[], Table]) -> list[tuple[str, str]]:
     return [(word, message) for word, message in pairs if word not in message]
 
 
-@pytest.mark.parametrize(("ranks", "table"), [(2, two_ranks), (4, four_ranks), (8, eight_ranks)])
+@pytest.mark.parametrize(("ranks", "table"), [(4, four_ranks), (8, eight_ranks)])
 def test_refusals_on_every_rank(worlds, ranks, table):
     assert worlds(ranks).run(missing_words, table) == [[]] * ranks
 

@@ -5,8 +5,8 @@ from torch.nn.functional import normalize, softplus
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
-from armillary.attention import gated_delta_rule, ssd
 from armillary.core.testing import relative_error
+from armillary.states import gated_delta_rule, ssd
 
 B, N, H = 2, 150, 4
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from armillary.attention.parts import over_all_ranks
-from armillary.attention.plans import gathered_elements
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig
@@ -24,6 +23,7 @@ from armillary.plan.memory.simulation.state_memory import gathered_bytes
 from armillary.plan.search.candidates import Candidate, Layout, Mesh
 from armillary.plan.search.command_line import trainer_config
 from armillary.plan.search.search import SearchOptions, passes_of, search
+from armillary.states import gathered_elements
 from armillary.train.config import model_config
 
 LENGTH, ROWS = 48, 2

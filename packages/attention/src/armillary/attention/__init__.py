@@ -16,7 +16,6 @@ from armillary.attention.methods.wallfacer import WallFacer
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.attention.reference import reference_attention
 from armillary.attention.registry import build_attention, build_comm_plan
-from armillary.attention.states import gated_delta_rule, ssd
 
 __all__ = [
     "AllGatherKV",
@@ -39,9 +38,7 @@ __all__ = [
     "WallFacer",
     "build_attention",
     "build_comm_plan",
-    "gated_delta_rule",
     "reference_attention",
     "sdpa_parallel",
     "sequence",
-    "ssd",
 ]

@@ -4,7 +4,7 @@
 
 from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.graph_calls import ProjectionParts
-from armillary.attention.call.recompute import RNGReplay, capture_autocast
+from armillary.attention.call.recompute import RNGReplay, capture_autocast, outside_autocast
 from armillary.attention.call.sources import head_slices, select_heads, update_heads
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.token_chunks import at_tokens, chunks, simulating
@@ -28,6 +28,7 @@ from armillary.attention.kernels.efficiency import MULTIPROCESSORS, PERSISTENT, 
 from armillary.attention.kernels.flash import Flash, FlashCall
 from armillary.attention.kernels.flash_attn_3 import FlashAttn3
 from armillary.attention.kernels.inputs import Inputs
+from armillary.attention.kernels.installed import is_installed
 from armillary.attention.kernels.kernel import BackwardTensors, Kernel
 from armillary.attention.kernels.limits import FAMILIES
 from armillary.attention.kernels.packing import Lengths

@@ -2,10 +2,18 @@
 
 from armillary.attention.methods.rank_grid import check_rank_grid
 from armillary.attention.methods.teams import Placement
-from armillary.attention.planning.comm_plan import Move, Send, Step
+from armillary.attention.planning.comm_plan import (
+    Move,
+    Payload,
+    Send,
+    Step,
+    all_gather,
+    reduce_scatter,
+    send_to_each,
+    steps,
+)
 from armillary.attention.planning.heads import UPipePlan, head_stages
 from armillary.attention.planning.memory import HeadStages, Sizes
-from armillary.attention.planning.states import gathered_elements, halo_comm_plan, relayout_comm_plan, state_comm_plan
 from armillary.attention.registry.entry import MethodOptions
 from armillary.attention.registry.named import NamedMethod, methods_without_plan, named_method, names, variants
 from armillary.attention.registry.table import ALIASES, HEAD_METHODS, SEQUENCE_METHODS
@@ -18,19 +26,20 @@ __all__ = [
     "MethodOptions",
     "Move",
     "NamedMethod",
+    "Payload",
     "Placement",
     "Send",
     "Sizes",
     "Step",
     "UPipePlan",
+    "all_gather",
     "check_rank_grid",
-    "gathered_elements",
-    "halo_comm_plan",
     "head_stages",
     "methods_without_plan",
     "named_method",
     "names",
-    "relayout_comm_plan",
-    "state_comm_plan",
+    "reduce_scatter",
+    "send_to_each",
+    "steps",
     "variants",
 ]

@@ -178,6 +178,22 @@ def check_tokens(
     return mesh_dims, chunks
 
 
+def check_tokens_and_heads(name: str, x: DTensor | Placed, axes: Sequence[Axis], sizes: Sequence[int] | None) -> None:
+    """Raises ValueError unless x [B, N, H, ...] is sharded over these axes by tokens alone, and its heads evenly.
+
+    Args:
+        axes: axes that shard the tokens, outermost first. Others may shard batch or heads.
+        sizes: number of tokens on each rank of the axes; None if it is not to be checked.
+    """
+    check_tokens(name, x, axes, others=(Shard(0), Shard(2), Replicate()), sizes=sizes)
+    # Then the query heads that share a key/value head are on the rank of that head.
+    head_ranks = prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(2))
+    if head_ranks > 1 and (len(x.shape) < 3 or x.shape[2] % head_ranks):
+        raise ValueError(
+            f"{name} is {describe(x)}; its heads are sharded over {head_ranks} ranks, which must divide them"
+        )
+
+
 def check_kinds(tensors: Mapping[str, Tensor], beside: Mapping[str, Tensor | None] | None = None) -> dict[str, DTensor]:
     """Returns `tensors`. Raises ValueError unless all are DTensors, because some argument of the call is.
 

@@ -189,27 +189,11 @@ def _check_placed(
     else:
         name, heads = "q", tensors["q"]
         dtensor.check_alike({name: tensors[name] for name in "qkv"})
-        check_heads("q", heads, axes, sizes)
-        check_heads("k", tensors["k"], axes, key_sizes)
+        dtensor.check_tokens_and_heads("q", heads, axes, sizes)
+        dtensor.check_tokens_and_heads("k", tensors["k"], axes, key_sizes)
     if "sinks" in tensors:
         sinks = tensors["sinks"]
         dtensor.check_beside("sinks", sinks, name, heads, {2: len(sinks.shape) - 1})
-
-
-def check_heads(name: str, x: dtensor.Placed | DTensor, axes: Sequence[Axis], sizes: Sequence[int] | None) -> None:
-    """Raises ValueError unless x [B, N, H, ...] is sharded over these axes by tokens alone, and its heads evenly.
-
-    Args:
-        axes: axes that shard the tokens, outermost first. Others may shard batch or heads.
-        sizes: number of tokens on each rank of the axes; None if it is not to be checked.
-    """
-    dtensor.check_tokens(name, x, axes, others=(Shard(0), Shard(2), Replicate()), sizes=sizes)
-    # Then the query heads that share a key/value head are on the rank of that head.
-    head_ranks = prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(2))
-    if head_ranks > 1 and (len(x.shape) < 3 or x.shape[2] % head_ranks):
-        raise ValueError(
-            f"{name} is {dtensor.describe(x)}; its heads are sharded over {head_ranks} ranks, which must divide them"
-        )
 
 
 def _check_parameter(name: str, parameter: dtensor.Placed, x: dtensor.Placed) -> None:

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
+from armillary.attention import AttentionMask, Method
 from armillary.attention.parts import SequenceContext, TensorCache, current_sequence, gather_integers, sequence_axis
 from armillary.core import Axis, SequenceLayout, short_convolution
 from armillary.core.parts import compat
 from armillary.integrations.transformers.interface import method_of
+from armillary.states import gated_delta_rule, ssd
 
 OPTION = "armillary_sequence"
 """Name of the option that carries the `StateSequence` from a model to its layers."""

@@ -11,7 +11,7 @@ x [B, T, E] is the block's input; out [B, T, H, D] and lse [B, T, H] are attenti
 store x, backward recomputes x by running the previous block again. When backward then reaches the previous block, its
 attention does not run a third time: the recomputation has stored its output, in memory that later blocks have freed.
 
-A layer with a state (`armillary.attention.states`) stores only x under "layer" and "attention_output". Storing its
+A layer with a state (`armillary.states`) stores only x under "layer" and "attention_output". Storing its
 output would save nothing: its backward needs states and chunks, for which the layer is recomputed from x anyway.
 
 Under the last two policies a block is one `autograd.Function`. The token-wise parts run in chunks of tokens, q, k and v

@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.attention import AttentionMask, Method, gated_delta_rule, ssd
+from armillary.attention import AttentionMask, Method
 from armillary.attention.parts import over_all_ranks, sequence_axis
 from armillary.core import Axis, SequenceLayout, short_convolution
 from armillary.models.state_config import Mixer, StateConfig
+from armillary.states import gated_delta_rule, ssd
 
 NORM_EPS = 1e-6
 """Added to the squared length of queries and keys, as in Qwen3-Next."""

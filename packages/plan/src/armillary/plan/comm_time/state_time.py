@@ -11,12 +11,13 @@ from typing import Literal
 import torch
 
 from armillary.attention import AttentionMask, CommPlan
-from armillary.attention.plans import Step, halo_comm_plan, relayout_comm_plan, state_comm_plan
+from armillary.attention.plans import Step
 from armillary.core import SequenceLayout
 from armillary.models import LlamaConfig, Mixer, StateConfig
 from armillary.plan.cluster.cluster import Cluster
 from armillary.plan.comm_time.comm_plan_time import PassTime, plan_seconds
 from armillary.plan.comm_time.step_time import Passes, sent_bytes
+from armillary.states import halo_comm_plan, relayout_comm_plan, state_comm_plan
 
 
 def with_states(

@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask
 from armillary.attention.parts import simulating
-from armillary.attention.plans import gathered_elements
 from armillary.core import Axis, SequenceLayout, short_convolution
 from armillary.models import Mixer, StateConfig
 from armillary.models.parts import STATE_MIXERS, Recurrence
 from armillary.plan.memory.simulation.live_bytes import LiveBytes
 from armillary.plan.memory.simulation.torch_private import fake_group
+from armillary.states import gathered_elements
 
 TOKENS = 512
 """Tokens of a rank in the shortest simulation: so many that its chunks need more memory than the gathered states."""

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.mask import AttentionMask
-from armillary.attention.states.chunks import Operands, StateKernel
-from armillary.attention.states.kernels import choose_kernel
-from armillary.attention.states.plan import ScanPlan, plan_scan
-from armillary.attention.states.scan import ScanCall, scan
+from armillary.attention import AttentionMask
 from armillary.core import Axis, SequenceLayout
-from armillary.core.parts import check_tensor, number, segments_of
+from armillary.core.parts import check_tensor, number
+from armillary.states.chunks import Operands, StateKernel
+from armillary.states.kernels import choose_kernel
+from armillary.states.plan import ScanPlan, plan_scan, segments_of_rows
+from armillary.states.scan import ScanCall, scan
 
 
 class StateOptions(NamedTuple):
@@ -140,9 +140,7 @@ def _plan(options: StateOptions, v: Tensor, kernel: StateKernel) -> tuple[Axis |
             f"layout with {striped_spans[0]}: a state runs along neighbouring tokens; `armillary.core.relayout` the "
             "inputs to a contiguous or zigzag layout first"
         )
-    rows = segments_of(layout.length, mask=options.mask)
-    if len(rows) not in (1, batch):
-        raise ValueError(f"mask has segments of {len(rows)} rows; the batch has {batch}")
+    rows = segments_of_rows(layout, options.mask, batch)
     if tokens != layout.sizes[rank]:
         raise ValueError(f"{tokens} tokens; the layout's shard {rank} has {layout.sizes[rank]}")
     return axis, plan_scan(layout, rows * (batch // len(rows)), rank, v.device, kernel.max_chunk)

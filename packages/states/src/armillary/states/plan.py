@@ -25,8 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from armillary.attention import AttentionMask
 from armillary.core import Segments, SequenceLayout
-from armillary.core.parts import MISSING, Integers, Owners, compat
+from armillary.core.parts import MISSING, Integers, Owners, compat, segments_of
 
 
 class ShardRun(NamedTuple):
@@ -198,6 +199,14 @@ class RunChunks(NamedTuple):
         offsets = np.arange(self.size)
         is_token = offsets < (stops - starts).reshape(-1, 1)
         return np.where(is_token, first + offsets, first), is_token
+
+
+def segments_of_rows(layout: SequenceLayout, mask: AttentionMask | None, batch: int) -> tuple[Segments, ...]:
+    """Returns the segments of each batch row, or a single entry for all rows. Raises ValueError for other numbers."""
+    rows = segments_of(layout.length, mask=mask)
+    if len(rows) not in (1, batch):
+        raise ValueError(f"mask has segments of {len(rows)} rows; the batch has {batch}")
+    return rows
 
 
 # All layers of a step share a plan. The cache is small because a plan's index tensors are as long as the shard.

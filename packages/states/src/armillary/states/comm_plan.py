@@ -11,19 +11,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from armillary.attention.mask import AttentionMask
-from armillary.attention.planning.comm_plan import (
-    CommPlan,
-    Payload,
-    Step,
-    all_gather,
-    reduce_scatter,
-    send_to_each,
-    steps,
-)
-from armillary.attention.states.plan import exchange_counts
+from armillary.attention import AttentionMask, CommPlan
+from armillary.attention.plans import Payload, Step, all_gather, reduce_scatter, send_to_each, steps
 from armillary.core import Segments, SequenceLayout, accumulation_dtype
-from armillary.core.parts import Owners, check_choice, segments_of
+from armillary.core.parts import Owners, check_choice
+from armillary.states.plan import exchange_counts, segments_of_rows
 
 StateLayer = Literal["gated_delta_rule", "ssd"]
 
@@ -41,7 +33,7 @@ def state_comm_plan(
 ) -> CommPlan:
     """Returns the plan of a call: an all-gather of states and maps, and backward a reduce-scatter of their gradients.
 
-    A map takes the state that enters a run of tokens to the state that leaves it (`states/chunks.py`).
+    A map takes the state that enters a run of tokens to the state that leaves it (`chunks.py`).
 
     Args:
         layout: the shards of the sequence, not striped.
@@ -79,7 +71,7 @@ def gathered_elements(
     """
     layers: tuple[StateLayer, ...] = ("gated_delta_rule", "ssd")
     check_choice("layer", layer, layers)
-    rows = _segments(layout, mask, batch)
+    rows = segments_of_rows(layout, mask, batch)
     if layout.shards == 1:
         return [0]
     state_counts, map_counts = exchange_counts(layout, rows * (batch // len(rows)))
@@ -108,7 +100,7 @@ def halo_comm_plan(
     Raises:
         ValueError: a mask that layers with a state do not take, or for another number of rows.
     """
-    rows = _segments(layout, mask, batch)
+    rows = segments_of_rows(layout, mask, batch)
     counts = _halo_tokens(layout, rows, left)
     elements = channels * (batch // len(rows))  # all rows of the batch may share one row of segments
     forward_move = _all_to_all(counts, elements * dtype.itemsize)
@@ -130,14 +122,6 @@ def relayout_comm_plan(source: SequenceLayout, target: SequenceLayout, token_byt
     counts = _token_counts(source, target)
     forward_move, backward_move = (_all_to_all(matrix, token_bytes) for matrix in (counts, counts.T))
     return CommPlan(steps(forward_move), steps(backward_move))
-
-
-def _segments(layout: SequenceLayout, mask: AttentionMask | None, batch: int) -> tuple[Segments, ...]:
-    """Returns the segments of each batch row, or a single entry for all rows. Raises ValueError for other numbers."""
-    rows = segments_of(layout.length, mask=mask)
-    if len(rows) not in (1, batch):
-        raise ValueError(f"mask has segments of {len(rows)} rows; the batch has {batch}")
-    return rows
 
 
 def _token_counts(source: SequenceLayout, target: SequenceLayout) -> np.ndarray:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from armillary.attention.kernels.installed import is_installed
-from armillary.attention.states.chunks import ChunkMaps, Operands, StateKernel, TorchChunks
+from armillary.attention.parts import is_installed
+from armillary.states.chunks import ChunkMaps, Operands, StateKernel, TorchChunks
 
 SMALLEST_LOG_DECAY = -100.0
 """Replaces lower values for "fla", which subtracts logarithms: -inf + inf is NaN. exp(-100) is below the normal numbers

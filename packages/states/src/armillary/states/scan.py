@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.call.recompute import outside_autocast
-from armillary.attention.states.chunks import Operands, StateKernel, apply_map
-from armillary.attention.states.plan import Forest, ScanPlan, StateExchange
+from armillary.attention.parts import outside_autocast
 from armillary.core import Axis, start_all_gather, start_reduce_scatter
 from armillary.core.parts import phase
+from armillary.states.chunks import Operands, StateKernel, apply_map
+from armillary.states.plan import Forest, ScanPlan, StateExchange
 
 MakeOperands = Callable[..., Operands]
 """Computes the operands of a layer from its inputs."""

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.mask import AttentionMask
-from armillary.attention.states.calls import RECURRENCES, StateOptions, run_layer
-from armillary.attention.states.chunks import StateKernel
-from armillary.attention.states.graph import trace_scan
+from armillary.attention import AttentionMask
 from armillary.core import Axis, SequenceLayout
 from armillary.core.parts import compat
+from armillary.states.calls import RECURRENCES, StateOptions, run_layer
+from armillary.states.chunks import StateKernel
+from armillary.states.graph import trace_scan
 
 
 def gated_delta_rule(
@@ -51,7 +51,7 @@ def gated_delta_rule(
     Returns:
         (o [B, T, H, Dv] in the dtype of v, final [B, H, Dk, Dv]): final is the state after the last token of each row,
         on every rank. The gradients that ranks pass for it are summed. States are float32, or float64 if an input other
-        than initial_state is. For DTensors see `states/dtensors.py`.
+        than initial_state is. For DTensors see `run_on_dtensors`.
 
     Bytes sent by each of P ranks, kind "all_gather": 4 H Dk (P - 1) (Dv n_states + Dk n_maps), where n_states and
     n_maps are those of the rank that sends most, over all B rows; 8 instead of 4 for float64. Backward sends the
@@ -117,7 +117,7 @@ def _run(
         (out [B, T, H, Dv] in the dtype of the values, final [B, H, Dk, Dv]).
     """
     if any(compat.is_dtensor(x) for x in (*inputs.values(), initial_state)):
-        from armillary.attention.states.dtensors import run_on_dtensors  # DTensor's import takes seconds
+        from armillary.states.dtensors import run_on_dtensors  # DTensor's import takes seconds
 
         out, final = run_on_dtensors(layer, options, inputs, initial_state)
     elif torch.compiler.is_compiling():

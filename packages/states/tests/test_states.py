@@ -9,9 +9,10 @@ import torch
 from states_oracle import worst_errors
 from torch.nn import functional as F
 
-from armillary.attention import AttentionMask, gated_delta_rule, ssd
+from armillary.attention import AttentionMask
 from armillary.core import Axis, CommLedger, SequenceLayout
 from armillary.core.testing import mesh, relative_error
+from armillary.states import gated_delta_rule, ssd
 
 TOLERANCE = 1e-10
 

@@ -9,9 +9,9 @@ import torch
 from test_states import inputs_of, layer_of, local_inputs
 
 from armillary.attention import AttentionMask
-from armillary.attention.plans import halo_comm_plan, relayout_comm_plan, state_comm_plan
 from armillary.core import Axis, CommLedger, SequenceLayout, relayout, short_convolution
 from armillary.core.testing import mesh
+from armillary.states import halo_comm_plan, relayout_comm_plan, state_comm_plan
 
 LENGTH = 48
 LAYOUTS = {

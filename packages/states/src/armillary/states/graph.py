@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.attention.mask import AttentionMask
-from armillary.attention.states.calls import RECURRENCES, StateOptions, state_dtype
-from armillary.attention.states.scan import ScanCall
+from armillary.attention import AttentionMask
 from armillary.core import Axis
 from armillary.core.parts import compat, define_pair, traced_axis
+from armillary.states.calls import RECURRENCES, StateOptions, state_dtype
+from armillary.states.scan import ScanCall
 
 
 def trace_scan(

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from armillary.attention.call.dtensors import check_heads
-from armillary.attention.states.calls import RECURRENCES, StateOptions, run_layer
 from armillary.core import Axis
 from armillary.core.parts import compat, dtensor
+from armillary.states.calls import RECURRENCES, StateOptions, run_layer
 
 STATE_DIMS = {0: 0, 2: 1}
 """Batch and heads: dims of tokens [B, T, H, ...] by dims of states [B, H, ...]."""
@@ -52,7 +51,7 @@ def run_on_dtensors(
     layout = options.layout
     sizes = layout.sizes if layout is not None and axes and layout.shards == axes[0].size else None
     for name, x in tokens.items():
-        check_heads(name, x, axes, sizes)
+        dtensor.check_tokens_and_heads(name, x, axes, sizes)
     # Tensors without tokens, [H] and [B, H, ...], beside tokens [B, T, H, ...].
     first_name, first = next(iter(tokens.items()))
     local_tensors = {name: dtensor.local_of(x) for name, x in tokens.items()}

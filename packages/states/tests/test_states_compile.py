@@ -7,9 +7,10 @@ import torch
 from test_states import inputs_of, layer_of, local_inputs
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from armillary.attention import AttentionMask, gated_delta_rule, ssd
+from armillary.attention import AttentionMask
 from armillary.core import Axis, CommLedger, SequenceLayout, halo, shift, short_convolution
 from armillary.core.testing import mesh, relative_error
+from armillary.states import gated_delta_rule, ssd
 
 LENGTH = 24
 MASKS = {

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed import all_reduce, get_world_size
 
-from armillary.attention import AttentionMask, gated_delta_rule, ssd
-from armillary.attention.states.chunks import StateKernel, TorchChunks
+from armillary.attention import AttentionMask
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh
+from armillary.states import gated_delta_rule, ssd
+from armillary.states.chunks import StateKernel, TorchChunks
 
 
 def previous_positions(ends: list[int], parents: list[int]) -> list[int]:
