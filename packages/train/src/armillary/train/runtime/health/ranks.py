@@ -117,7 +117,7 @@ def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
         OSError: rank 0 cannot create a file in the folder. On every rank.
     """
 
-    # Rank 0 creates a file with a name that no earlier run has used; the other ranks look for this name in their folder.
+    # Rank 0 creates a file with a name that no earlier run has used. The other ranks look for it in their folder.
     def create_token() -> str:
         folder.mkdir(parents=True, exist_ok=True)
         name = f".seen-by-all-{uuid4().hex}"
