@@ -28,7 +28,8 @@ def calls_between_files(run) -> set[tuple[str, str, str]]:
     def profile(frame, event, _):
         if event == "call" and (called := module_of(frame.f_code.co_filename)).startswith("armillary.attention"):
             caller = frame.f_back
-            while caller is not None and not module_of(caller.f_code.co_filename):  # through torch
+            # Through torch, and through the module of ops: it runs what was defined as an op, for the op's caller.
+            while caller is not None and module_of(caller.f_code.co_filename) in ("", "armillary.core.ops"):
                 caller = caller.f_back
             if caller is not None:
                 edges.add((module_of(caller.f_code.co_filename), called, frame.f_code.co_qualname))

@@ -66,7 +66,7 @@ class PositionRuns:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class LayoutWithCost:
     """A layout with its cost.
 
     Args:
@@ -149,12 +149,12 @@ class RingShares:
             np.add.at(side, layout.owners, side_sizes)
         return pairs
 
-    def candidate(self, layout: PositionRuns) -> Candidate:
+    def candidate(self, layout: PositionRuns) -> LayoutWithCost:
         """Returns a layout with its cost; infinitely uneven if a shard is empty, which layouts do not allow."""
         pairs = int(self.pairs_of_shards(layout)[list(self.sides)].max())
         tokens = np.bincount(layout.owners, np.diff(layout.ends), self.shards)
         worst = max(tokens.max() / self.shares[0], pairs / self.shares[1]) if tokens.all() else np.inf
-        return Candidate(layout, float(worst), pairs, self)
+        return LayoutWithCost(layout, float(worst), pairs, self)
 
 
 def token_hops(layout: PositionRuns, shards: int, rows: Sequence[Slices]) -> int:

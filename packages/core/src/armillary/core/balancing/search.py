@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armillary.core.balancing.chunks import even_layout
-from armillary.core.balancing.cost import Candidate, Floats, PositionRuns, RingShares, equal_ends
+from armillary.core.balancing.cost import Floats, LayoutWithCost, PositionRuns, RingShares, equal_ends
 from armillary.core.slices import Integers, Slices
 
 EVEN = 1.10
@@ -140,12 +140,12 @@ def uncut_documents(ring: RingShares) -> PositionRuns:
     return PositionRuns.of(ring.ends, least_loaded(pairs, np.zeros((len(ring.sides), ring.shards))))
 
 
-def _stretched(ring: RingShares, leave_room: bool, use_zigzag: bool) -> list[Candidate]:
+def _stretched(ring: RingShares, leave_room: bool, use_zigzag: bool) -> list[LayoutWithCost]:
     """Returns candidates of rising stretch, up to the first even one, because a document on more ranks sends more.
 
     `leave_room` and `use_zigzag` are those of `DocumentAssigner`.
     """
-    candidates, ranks, last_stretch = list[Candidate](), np.zeros(0), STRETCHES[0]
+    candidates, ranks, last_stretch = list[LayoutWithCost](), np.zeros(0), STRETCHES[0]
     for stretch in STRETCHES:
         assigner = DocumentAssigner(ring, stretch, leave_room)
         if assigner.ranks[assigner.ranks > 1].sum() > PIECES * ring.shards:

@@ -26,7 +26,7 @@ from armillary.models.loss.vocabulary_shard import VocabularyShard
 
 
 @dataclass(frozen=True)
-class Head:
+class ChunkedHead:
     """The checked arguments of a call that are no differentiable tensors.
 
     Args:
@@ -54,7 +54,7 @@ class Head:
         vocabulary: int | None,
         positions: Tensor | None = None,
         chunk: int | None = None,
-    ) -> Head:
+    ) -> ChunkedHead:
         """Checks a call, and chooses chunk and dtype. Needs no device sync, except to read `positions` on a device.
 
         Raises:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, LabelTriples, accumulation_dtype
 from armillary.core.parts import check_local, compat
-from armillary.models.loss.head import Gradients, Head, pad_empty_shard
+from armillary.models.loss.head import ChunkedHead, Gradients, pad_empty_shard
 from armillary.models.loss.labels import ChunkLabels, TokenLabels
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
@@ -168,7 +168,7 @@ def linear_token_loss(
             label of triples is not below V, the chunk is below 1, or the backend does not support the arguments. Raised
             before any communication. Other labels outside of the vocabulary are reported as by `token_loss`.
     """
-    head = Head.of(hidden, weight, bias, labels, ignore=ignore, chunk=chunk, axis=axis, vocabulary=vocabulary)
+    head = ChunkedHead.of(hidden, weight, bias, labels, ignore=ignore, chunk=chunk, axis=axis, vocabulary=vocabulary)
     if backend not in get_args(Backend):
         raise ValueError(f"backend must be one of {', '.join(get_args(Backend))}; got {backend!r}")
     head.labels.check(head.shard.total_rows)
@@ -184,7 +184,7 @@ def linear_token_loss(
     return torch_linear_loss(flat, weight, bias, head), head.labels.count
 
 
-def torch_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> Tensor:
+def torch_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: ChunkedHead) -> Tensor:
     """Computes the summed loss of hidden [T, E] by `F.linear_cross_entropy`."""
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=head.chunk, chunking_method=None, allow_retain_graph=True)
     matmul_weight, matmul_bias = head.cast(weight, bias)
@@ -201,7 +201,7 @@ def torch_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, head:
 
 
 @compat.outside_graphs  # traced, the loop would be unrolled into a graph of all chunks
-def own_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, z_loss: float) -> Tensor:
+def own_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: ChunkedHead, z_loss: float) -> Tensor:
     """Computes the summed loss of this rank's hidden [t, E], weight [V_r, E] and bias [V_r] chunk by chunk."""
 
     def loss_and_gradients(needs_grad: Sequence[bool]) -> tuple[Tensor, Sequence[Tensor | None]]:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis
 from armillary.core.parts import check_local, compat, phase
-from armillary.models.loss.head import Gradients, Head, pad_empty_shard
+from armillary.models.loss.head import ChunkedHead, Gradients, pad_empty_shard
 from armillary.models.loss.labels import ChunkLabels
 from armillary.models.loss.vocabulary_shard import VocabularyShard
 
@@ -132,7 +132,7 @@ def token_logprobs(
     check_local("labels", labels)
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: it must be above 0")
-    head = Head.of(
+    head = ChunkedHead.of(
         hidden, weight, bias, labels, positions=positions, ignore=ignore, chunk=chunk, axis=axis, vocabulary=vocabulary
     )
     head.labels.check(head.shard.total_rows)
@@ -146,7 +146,7 @@ def token_logprobs(
 
 @compat.outside_graphs  # A trace would unroll the loop over chunks.
 def log_probabilities(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float, statistics: bool
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, head: ChunkedHead, temperature: float, statistics: bool
 ) -> tuple[Tensor, ...]:
     """Returns log-probabilities [M], and with statistics three more tensors [M]: the fields of `TokenStatistics`."""
     return cast(Any, LogProbabilities).apply(hidden, weight, bias, head, temperature, statistics)
@@ -157,7 +157,13 @@ class LogProbabilities(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head, temperature: float, statistics: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        head: ChunkedHead,
+        temperature: float,
+        statistics: bool,
     ) -> tuple[Tensor, ...]:
         matmul_weight, matmul_bias = head.cast(weight, bias)
         result_count, ranks = 4 if statistics else 1, head.shard.axis.size
@@ -183,7 +189,7 @@ class LogProbabilities(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (hidden, weight, bias, lses), head = ctx.saved_tensors, cast(Head, ctx.head)
+        (hidden, weight, bias, lses), head = ctx.saved_tensors, cast(ChunkedHead, ctx.head)
         gradients = Gradients.empty(hidden, weight, head.wide, ctx.needs_input_grad[:3])
         matmul_weight, matmul_bias = head.cast(weight, bias)
         # d(logits) of a token is the sum over its labels of upstream gradient times (one-hot - softmax) / temperature.
@@ -258,7 +264,7 @@ def linear_argmax(
             Raised before any communication.
     """
     check_local("labels", labels)
-    head = Head.of(hidden, weight, None, labels, ignore=ignore, axis=axis, vocabulary=vocabulary)
+    head = ChunkedHead.of(hidden, weight, None, labels, ignore=ignore, axis=axis, vocabulary=vocabulary)
     tokens = [labels.new_empty(0, dtype=torch.int64)]
     for _, chunk, gathered in head.chunks(hidden.flatten(0, 1)):
         # 1. The largest of this rank's logits, at positions with a label; -inf on a rank without rows.
