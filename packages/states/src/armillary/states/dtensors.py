@@ -43,8 +43,8 @@ def run_on_dtensors(
         ValueError: DTensors mixed with local tensors; placements, shard sizes or head counts that are not as above.
             Raised before any communication.
     """
-    others = {"A": inputs.get("A"), "initial_state": initial_state}
-    tokens = dtensor.check_kinds({name: x for name, x in inputs.items() if name not in others}, others)
+    without_tokens = {"A": inputs.get("A"), "initial_state": initial_state}
+    tokens = dtensor.check_kinds({name: x for name, x in inputs.items() if name not in without_tokens}, without_tokens)
     dtensor.check_alike(tokens)
     axes = [] if options.axis is None else [Axis.of(options.axis)]
     # `run_layer` raises if the layout has another number of shards.
@@ -56,7 +56,7 @@ def run_on_dtensors(
     first_name, first = next(iter(tokens.items()))
     local_tensors = {name: dtensor.local_of(x) for name, x in tokens.items()}
     for name, dims in (("A", {2: 0}), ("initial_state", STATE_DIMS)):
-        x = others[name]
+        x = without_tokens[name]
         if isinstance(x, DTensor):
             dtensor.check_beside(name, x, first_name, first, dims)
             x = dtensor.local_of(x, dtensor.sharding_axes(first))
