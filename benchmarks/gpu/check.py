@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import build_mesh
-from armillary.train.runtime.fake_world import fake_world
+from armillary.core.testing import fake_world
 from gpu.device import Device, Work
 
 T = TypeVar("T")

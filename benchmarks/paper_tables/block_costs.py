@@ -18,13 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.attention.parts import simulating
 from armillary.core import CommLedger
+from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, GPTConfig
 from armillary.models.parallel import ZeroStage, begin_micro_batch
 from armillary.models.parts import simulated_stream
 from armillary.plan.memory import Job, LiveBytes, SimulatedStep
 from armillary.plan.memory.estimate import AttentionChoice
 from armillary.plan.memory.simulation.live_bytes import tensors_in
-from armillary.train.parts import fake_world
 
 DIM, HEADS, LENGTH = 512, 16, 8192
 BLOCK = 12 * DIM**2

@@ -13,12 +13,12 @@ from armillary.attention.kernels import Scores
 from armillary.attention.parts import simulating
 from armillary.attention.plans import Sizes
 from armillary.core.parts import compat
+from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig, StateConfig
 from armillary.models.block import Block
 from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, SimulatedStep, simulate
 from armillary.plan.memory.estimate import AttentionChoice, estimate
 from armillary.plan.memory.estimate.widths import Widths
-from armillary.train.parts import fake_world
 
 U8, R8 = {"ulysses": 8}, {"ring": 8}
 LLAMA = replace(LlamaConfig.llama3_8b(), layers=2)

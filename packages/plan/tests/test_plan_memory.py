@@ -18,10 +18,10 @@ from armillary.attention.kernels import CpuFlash, CudaFlash
 from armillary.attention.parts import Inputs
 from armillary.core import label
 from armillary.core.parts import current_label
+from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, GPTConfig, Llama, LlamaConfig, StateConfig
 from armillary.models.parts import simulated_stream
 from armillary.plan.memory import Account, Job, LiveBytes, SimulatedFlash, SimulatedStep, measured_peak, simulate
-from armillary.train.parts import fake_world
 
 MiB = 2**20
 SMALL = LlamaConfig(vocab_size=300, dim=64, layers=2, heads=8, kv_heads=4, hidden_dim=160)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from armillary.core.testing import fake_world
 from armillary.models import Checkpointing
 from armillary.models.block import Block
 from armillary.plan import tune
@@ -29,7 +30,7 @@ from armillary.train import (
     recipes,
 )
 from armillary.train.command import read_command
-from armillary.train.parts import Ranks, fake_world
+from armillary.train.parts import Ranks
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),

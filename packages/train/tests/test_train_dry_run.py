@@ -7,12 +7,13 @@ from importlib.machinery import ModuleSpec
 import pytest
 import torch
 
+from armillary.core.testing import fake_world
 from armillary.models import Llama, LlamaConfig
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, recipes
 from armillary.train.cli import main
 from armillary.train.command import read_command
 from armillary.train.config import model_config
-from armillary.train.parts import choose_axes, dry_run, fake_world, shard_model
+from armillary.train.parts import choose_axes, dry_run, shard_model
 
 RANKS = {
     "debug": 4,

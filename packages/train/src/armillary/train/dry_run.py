@@ -16,6 +16,7 @@ import torch
 from armillary.attention import Method
 from armillary.attention.plans import head_stages
 from armillary.core.parts import check_axes, compat
+from armillary.core.testing import fake_world
 from armillary.data.console import Column, flag_in_errors, print_lines, print_table
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.train.build import precision, shard_model
@@ -25,7 +26,6 @@ from armillary.train.cuda_setup import CudaSetup, cuda_setup
 from armillary.train.kernels import Capability, ChosenKernel, kernels_of
 from armillary.train.parallel import choose_axes, mesh_axes
 from armillary.train.rows import open_stores, vocabulary_size
-from armillary.train.runtime.fake_world import fake_world
 
 MOST_RANKS = 2**14
 """Maximum number of ranks of a dry run, whose time grows with that number."""

@@ -10,7 +10,6 @@ from armillary.train.optimizer import build_optimizer
 from armillary.train.parallel import choose_axes
 from armillary.train.rows import load_rows, open_stores
 from armillary.train.run import batch_mask
-from armillary.train.runtime.fake_world import fake_world
 from armillary.train.runtime.health.watchdog import Watchdog, caused_by_peers
 
 if TYPE_CHECKING:

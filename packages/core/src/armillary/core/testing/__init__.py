@@ -14,6 +14,7 @@ def test_sum(worlds):
 from armillary.core.testing.compare import LIMITS, relative_error, root_mean_square
 from armillary.core.testing.dispatcher import Dispatched
 from armillary.core.testing.examples import commands_in
+from armillary.core.testing.groups import fake_world
 from armillary.core.testing.rank import mesh
 from armillary.core.testing.refusals import refusal, value_errors
 from armillary.core.testing.staged import STAGED
@@ -27,6 +28,7 @@ __all__ = [
     "World",
     "Worlds",
     "commands_in",
+    "fake_world",
     "fork_context",
     "mesh",
     "refusal",

@@ -8,6 +8,7 @@ plan.py       the command `armillary-plan memory`
 report.py     the output of this command
 """
 
+from armillary.core.testing import fake_world
 from armillary.plan.memory.simulation.attention_memory import (
     MemoryBeforeAttention,
     attention_intermediates,
@@ -16,7 +17,6 @@ from armillary.plan.memory.simulation.attention_memory import (
 from armillary.plan.memory.simulation.live_bytes import Account, LiveBytes, measured_peak
 from armillary.plan.memory.simulation.simulate import Job, SimulatedStep, StepMemory, simulate
 from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
-from armillary.train.parts import fake_world
 
 __all__ = [
     "Account",

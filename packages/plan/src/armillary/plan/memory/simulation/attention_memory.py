@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method, Projected, Ring, UPipe
 from armillary.attention.parts import simulating
+from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.parts import HeadProjections
 from armillary.plan.memory.simulation.live_bytes import LiveBytes
 from armillary.plan.memory.simulation.simulate import Job, SimulatedStep
 from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
 from armillary.plan.memory.simulation.torch_private import patch_method
-from armillary.train.parts import fake_world
 
 Build = Callable[[DeviceMesh], Method]
 """Builds an attention method on a mesh."""

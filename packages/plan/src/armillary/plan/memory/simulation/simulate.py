@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 from armillary.attention import AttentionMask, Method
 from armillary.attention.parts import Kernel, simulating
 from armillary.core import SequenceLayout, clip_gradients, label
+from armillary.core.testing import fake_world
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss, parallelize
 from armillary.models.parallel import ZeroStage, begin_micro_batch
 from armillary.models.parts import meta_model, simulated_stream
 from armillary.plan.memory.simulation.live_bytes import CUDA_BLOCK, LiveBytes
 from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
 from armillary.train import OptimizerConfig
-from armillary.train.parts import build_optimizer, fake_world
+from armillary.train.parts import build_optimizer
 
 Progress = Callable[[int, int], None]
 """Called with (number of items done, number of all items)."""

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore  # its import registers the backend "fake"
 
-from armillary.core import build_mesh
-from armillary.core.parts import check_axes
+from armillary.core.mesh import build_mesh, check_axes
 
 
 @contextmanager
