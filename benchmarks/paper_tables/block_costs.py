@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.attention.parts import simulating
 from armillary.core import CommLedger
+from armillary.core.parts import simulating
 from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, GPTConfig
 from armillary.models.parallel import ZeroStage, begin_micro_batch

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from armillary.attention.parts import RNGReplay, capture_autocast, chunks, simulating
+from armillary.attention.parts import RNGReplay, capture_autocast
+from armillary.core.parts import chunks, simulating
 
 
 @given(st.integers(0, 10_000_000), st.none() | st.integers(1, 100_000))

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.attention.parts import simulating
+from armillary.core.parts import simulating
 from armillary.core.testing import mesh, relative_error
 from armillary.models import Llama, LlamaConfig, initialize, linear_token_loss, token_loss
 from armillary.models.parts import loss_chunk_tokens

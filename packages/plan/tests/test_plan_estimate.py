@@ -10,9 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from armillary.attention import AttentionMask, AttentionSpec, Saved, UPipe, WallFacer
 from armillary.attention.call.spec import key_heads_of
 from armillary.attention.kernels import Scores
-from armillary.attention.parts import simulating
 from armillary.attention.plans import Sizes
-from armillary.core.parts import compat
+from armillary.core.parts import compat, simulating
 from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig, StateConfig
 from armillary.models.block import Block

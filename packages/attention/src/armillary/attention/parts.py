@@ -7,7 +7,6 @@ from armillary.attention.call.graph_calls import ProjectionParts
 from armillary.attention.call.recompute import RNGReplay, capture_autocast, outside_autocast
 from armillary.attention.call.sources import head_slices, select_heads, update_heads
 from armillary.attention.call.spec import AttentionOptions
-from armillary.attention.call.token_chunks import at_tokens, chunks, simulating
 from armillary.attention.call.validation import autocast_enabled, check_call, over_all_ranks
 from armillary.attention.context_parallel.batch import ContextParallelBatch
 from armillary.attention.context_parallel.communication import (

@@ -58,6 +58,7 @@ from armillary.core.slices import (
     within_band,
 )
 from armillary.core.spans import Spans, cut
+from armillary.core.token_chunks import at_tokens, chunks, is_simulating, simulating
 from armillary.core.validation import (
     MAX_COUNT,
     Window,

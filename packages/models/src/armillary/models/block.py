@@ -193,7 +193,7 @@ class Decoder(nn.Module):
     norm_in_chunks: bool = False
     """True: the final norm saves only its input, and runs on `chunk` tokens at a time."""
     chunk: int | None = None
-    """Tokens in a chunk of the final norm; None for the default of `armillary.attention.call.token_chunks`."""
+    """Tokens in a chunk of the final norm; None for the default of `armillary.core.token_chunks`."""
     contiguous_states: bool = False
     """True: hidden states move to contiguous shards before blocks with a state, and back after them."""
 

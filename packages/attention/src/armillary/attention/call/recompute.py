@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.attention.call.token_chunks import is_simulating
+from armillary.core.parts import is_simulating
 
 
 def capture_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:

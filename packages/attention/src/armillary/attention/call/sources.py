@@ -13,8 +13,8 @@ from torch import Tensor
 from armillary.attention.call.gradient_sums import GradientSums
 from armillary.attention.call.projections import CollectsGradients, Projections, TokenProjections
 from armillary.attention.call.recompute import RNGReplay, capture_autocast
-from armillary.attention.call.token_chunks import at_tokens, chunks
 from armillary.core import accumulation_dtype
+from armillary.core.parts import at_tokens, chunks
 
 Heads = Sequence[int]
 """Indices of query heads or of key/value heads."""

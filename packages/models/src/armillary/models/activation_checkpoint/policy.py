@@ -62,7 +62,7 @@ class Checkpointing:
             computation.
         tiled: True runs the token-wise part in chunks that backward recomputes, even under policy "none".
         chunk: number of tokens in a chunk of norms, projections and MLPs; by default chosen by
-            `armillary.attention.call.token_chunks`.
+            `armillary.core.token_chunks`.
         inputs: number of blocks that store their input, by default all. The other blocks recompute their input from the
             previous block. The module `segments` chooses the blocks that store theirs.
         outputs: under "attention_output", only this number of last blocks store attention's output, by default all.

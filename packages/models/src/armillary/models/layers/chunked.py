@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.parts import GradientSums, RNGReplay, at_tokens, capture_autocast, chunks
+from armillary.attention.parts import GradientSums, RNGReplay, capture_autocast
 from armillary.core import label
+from armillary.core.parts import at_tokens, chunks
 
 TokenFunction = Callable[..., Tensor]
 """A function from tensors [B, T, ...] to [B, T, E] that computes each token independently. Backward calls it again.
@@ -33,7 +34,7 @@ def in_chunks(
     Args:
         inputs: [B, T, ...] each, or [B, T * gathered_ranks, ...].
         module: the module whose parameters `function` uses.
-        chunk: number of tokens in a chunk; by default chosen by `armillary.attention.call.token_chunks`.
+        chunk: number of tokens in a chunk; by default chosen by `armillary.core.token_chunks`.
         gathered_ranks: see `TokenFunction`.
 
     Raises:

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.parts import autocast_enabled
-from armillary.attention.parts import chunks as token_chunks
 from armillary.core import Axis, LabelTriples
 from armillary.core.parts import check_local
+from armillary.core.parts import chunks as token_chunks
 from armillary.models.layers.collected_linear import add_product
 from armillary.models.loss.labels import ChunkLabels, TokenLabels
 from armillary.models.loss.vocabulary_shard import VocabularyShard

@@ -10,8 +10,8 @@ from itertools import pairwise, starmap
 
 from torch import float32
 
-from armillary.attention.parts import chunks
 from armillary.attention.plans import HeadStages, NamedMethod, Sizes, UPipePlan
+from armillary.core.parts import chunks
 from armillary.models import Checkpointing, LlamaConfig, Mixer, StateConfig
 from armillary.models.parts import Keep
 from armillary.plan.memory.estimate.choice import AttentionChoice

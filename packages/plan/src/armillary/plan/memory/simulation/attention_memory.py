@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method, Projected, Ring, UPipe
-from armillary.attention.parts import simulating
+from armillary.core.parts import simulating
 from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.parts import HeadProjections

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import Kernel, simulating
+from armillary.attention.parts import Kernel
 from armillary.core import SequenceLayout, clip_gradients, label
+from armillary.core.parts import simulating
 from armillary.core.testing import fake_world
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss, parallelize
 from armillary.models.parallel import ZeroStage, begin_micro_batch

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask
-from armillary.attention.parts import simulating
 from armillary.core import Axis, SequenceLayout, short_convolution
+from armillary.core.parts import simulating
 from armillary.models import Mixer, StateConfig
 from armillary.models.parts import STATE_MIXERS, Recurrence
 from armillary.plan.memory.simulation.live_bytes import LiveBytes
