@@ -5,7 +5,7 @@ from inspect import cleandoc
 import pytest
 
 from armillary.core import CommLedger
-from armillary.core.observe.ledger import format_bytes
+from armillary.core.observe import format_bytes
 from armillary.core.parts import phase
 
 TABLE = """\

@@ -29,9 +29,7 @@ from armillary.core.layout import SequenceLayout, attention_balance, attention_t
 from armillary.core.lazy import imported_at_first_use
 from armillary.core.mesh import Axis, build_mesh, start_process_group, world_size
 from armillary.core.neighbours.moves import halo, relayout, shift, short_convolution
-from armillary.core.observe.label import label
-from armillary.core.observe.ledger import CommLedger
-from armillary.core.observe.trace import Trace, span
+from armillary.core.observe import CommLedger, Trace, label, span
 from armillary.core.segments import Segments
 from armillary.core.token_ranges import TokenRanges
 

@@ -38,7 +38,7 @@ from armillary.core.collectives.autograd import check_dims, check_heads, linear
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter
 from armillary.core.layout import SequenceLayout, shard_order
 from armillary.core.mesh import Axis
-from armillary.core.observe.ledger import phase
+from armillary.core.observe import phase
 from armillary.core.validation import check_dim, check_tensor, integer
 
 SEQUENCE_AXES = ("nodes", "devices", "ring", "ulysses")

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.core import compat
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
-from armillary.core.observe.ledger import phase
+from armillary.core.observe import phase
 from armillary.core.segments import Segmented
 
 # -- objects that a graph refers to by name or number -----------------------------------------------------------------

@@ -27,9 +27,7 @@ from armillary.core.gradients import mesh_ranks, parameters_outside_fsdp
 from armillary.core.layout import Side
 from armillary.core.lazy import imported_at_first_use
 from armillary.core.mesh import binds_device, check_axes
-from armillary.core.observe.label import current_label
-from armillary.core.observe.ledger import KINDS, PHASES, phase
-from armillary.core.observe.trace import NO_SPAN
+from armillary.core.observe import KINDS, NO_SPAN, PHASES, current_label, phase
 from armillary.core.ops import (
     OpArguments,
     define_op,

@@ -11,7 +11,7 @@ from torch import Tensor
 from armillary.core import compat
 from armillary.core.collectives.collective import Collective, check_tokens
 from armillary.core.mesh import Axis
-from armillary.core.observe.trace import end_span_on_wait, record
+from armillary.core.observe import end_span_on_wait, record
 
 
 def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:

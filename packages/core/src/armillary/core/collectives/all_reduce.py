@@ -8,7 +8,7 @@ from torch import Tensor
 
 from armillary.core.collectives.collective import Collective
 from armillary.core.mesh import Axis
-from armillary.core.observe.trace import end_span_on_wait, record
+from armillary.core.observe import end_span_on_wait, record
 from armillary.core.validation import check_tensor
 
 

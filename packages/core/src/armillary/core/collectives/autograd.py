@@ -14,7 +14,7 @@ from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.collective import Collective
 from armillary.core.collectives.merge import check_partial, pivot, start_merge_scatter
 from armillary.core.mesh import Axis
-from armillary.core.observe.ledger import phase
+from armillary.core.observe import phase
 from armillary.core.validation import check_tensor
 
 Start = Callable[..., Collective[Tensor]]

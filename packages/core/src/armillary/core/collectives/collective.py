@@ -13,7 +13,7 @@ from torch import Tensor
 from armillary.core import compat
 from armillary.core.collectives.exchange import finish
 from armillary.core.mesh import Axis
-from armillary.core.observe.trace import end_span_on_wait, record
+from armillary.core.observe import end_span_on_wait, record
 from armillary.core.validation import check_tensor, integer
 
 R = TypeVar("R")

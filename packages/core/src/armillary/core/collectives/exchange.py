@@ -18,7 +18,7 @@ from torch import Tensor
 
 from armillary.core import compat
 from armillary.core.mesh import Axis
-from armillary.core.observe.trace import NO_SPAN, Trace, end_span_on_wait, record, span
+from armillary.core.observe import NO_SPAN, Trace, end_span_on_wait, record, span
 from armillary.core.token_ranges import TokenRanges
 
 ALIGNMENT = 16

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 
-from armillary.core.observe.ledger import CommLedger
+from armillary.core.observe import CommLedger
 
 
 def refusal(main: Callable[[Sequence[str]], object], argv: Sequence[object]) -> str:

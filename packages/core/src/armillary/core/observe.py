@@ -1,0 +1,442 @@
+"""Observation of ranks: the bytes that they send, the times of their computations and messages, and labels of both.
+
+    ledger   `CommLedger` counts sent bytes by axis, kind and phase
+    trace    `Trace` records computation and communication of every rank on one time line, in Chrome's trace format
+    label    `label` names a computation in profiles, traces and memory accounts
+
+A primitive calls `record` just before it sends: open ledgers and the open trace both learn of the messages there.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Self, cast
+
+import torch
+import torch.distributed as dist
+
+from armillary.core import compat
+from armillary.core.files import writing
+from armillary.core.validation import check_choice
+
+# -- ledger -----------------------------------------------------------------------------------------------------------
+
+Key = tuple[str, str, str]
+"""(axis, kind, phase)."""
+
+KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter", "all_reduce")
+PHASES = ("forward", "backward")
+EXACT, UNITS = 15, 11
+NUMBERS = EXACT + 1 + UNITS
+"""Widths in characters of columns of the table: exact bytes, bytes with a unit, and both together."""
+
+_phase: ContextVar[str] = ContextVar("phase", default="forward")
+
+
+@dataclass
+class CommLedger:
+    """Counts the bytes that this process sends through the primitives of `armillary.core` while it is open.
+
+        with CommLedger() as ledger:
+            attend(q, k, v, mask=mask, layout=layout).backward(dout)
+        ledger.bytes(axis="ring", phase="backward")
+        print(ledger.table())
+
+    axis     kind                            forward                     backward                        total  messages
+    ring     p2p                  49,152  48.000 KiB          122,880 120.000 KiB          172,032 168.000 KiB         9
+    ulysses  all_to_all           65,536  64.000 KiB           65,536  64.000 KiB          131,072 128.000 KiB         8
+    total                        114,688 112.000 KiB          188,416 184.000 KiB          303,104 296.000 KiB        17
+
+    It counts the bytes of all threads of the process, because autograd runs backward passes on other threads. Data that
+    a rank sends to itself does not count. Ledgers may be nested; each counts all bytes.
+    """
+
+    entries: Counter[Key] = field(default_factory=Counter[Key])
+    """Number of bytes sent, by (axis, kind, phase)."""
+    sends: Counter[Key] = field(default_factory=Counter[Key])
+    """Number of messages sent, by (axis, kind, phase)."""
+
+    opened: ClassVar[list[CommLedger]] = []
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            self.opened.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            # By identity: two ledgers with equal counts compare equal.
+            self.opened[:] = [ledger for ledger in self.opened if ledger is not self]
+
+    def bytes(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
+        """Returns the bytes sent on an axis, by messages of a kind, in a phase. None stands for all.
+
+        Args:
+            axis: name of the axis.
+            kind: "p2p", "all_to_all", "all_gather", "reduce_scatter" or "all_reduce". A "reduce_scatter" is sent as an
+                all-to-all and summed by the receiver. An "all_reduce" is the backend's, and counted as one around a
+                ring.
+            phase: "forward" or "backward".
+
+        Raises:
+            ValueError: an unknown kind or phase, or an axis that is not a string.
+        """
+        return _total(self.entries, (axis, kind, phase))
+
+    def messages(self, axis: str | None = None, kind: str | None = None, phase: str | None = None) -> int:
+        """Returns the number of messages sent. The arguments are those of `bytes`.
+
+        An exchange or collective counts one for each rank that it sends to, an all-reduce one for each step of a ring.
+        """
+        return _total(self.sends, (axis, kind, phase))
+
+    def table(self) -> str:
+        """Formats bytes by axis and kind: those of forward, of backward and of both, as in the example above."""
+        rows = sorted({(axis, kind) for (axis, kind, _), size in self.entries.items() if size})
+        if not rows:
+            return "nothing was sent"
+        lines = [("axis", "kind", *(f"{phase:>{NUMBERS}}" for phase in (*PHASES, "total")), "messages")]
+        lines += [(axis, kind, *self._figures(axis, kind)) for axis, kind in rows]
+        lines += [("total", "", *self._figures(None, None))]
+        width = [max(len(line[column]) for line in lines) for column in (0, 1)]
+        return "\n".join(
+            f"{axis:{width[0]}}  {kind:{width[1]}}  {'  '.join(figures)}  {messages:>8}"
+            for axis, kind, *figures, messages in lines
+        )
+
+    def _figures(self, axis: str | None, kind: str | None) -> tuple[str, ...]:
+        sizes = [self.bytes(axis, kind, phase) for phase in (*PHASES, None)]
+        return (*(f"{n:>{EXACT},} {format_bytes(n):>{UNITS}}" for n in sizes), f"{self.messages(axis, kind):,}")
+
+    @classmethod
+    def add(cls, axis: str, kind: str, nbytes: int, messages: int = 1) -> None:
+        """Adds sent bytes and messages to all open ledgers, under the current phase."""
+        key = axis, kind, current_phase()
+        with cls._lock:
+            for ledger in cls.opened:
+                ledger.entries[key] += nbytes
+                ledger.sends[key] += messages
+
+
+def _total(counts: Counter[Key], query: tuple[str | None, str | None, str | None]) -> int:
+    axis, kind, phase = query
+    if not isinstance(axis, str | None):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
+        raise ValueError(f"axis={axis!r}: the name of an axis is needed, such as 'ring'")
+    for name, value, choices in (("kind", kind, KINDS), ("phase", phase, PHASES)):
+        check_choice(name, choices[0] if value is None else value, choices)
+    return sum(n for key, n in counts.items() if all(q in (None, k) for q, k in zip(query, key, strict=True)))
+
+
+def current_phase() -> str:
+    """Returns "forward" or "backward", by the innermost `phase` block of this thread."""
+    return _phase.get()
+
+
+@contextmanager
+def phase(name: str) -> Generator[None]:
+    """Context manager that counts the bytes sent by this thread under the phase `name`."""
+    token = _phase.set(name)
+    try:
+        yield
+    finally:
+        _phase.reset(token)
+
+
+def format_bytes(size: int) -> str:
+    """Formats bytes in the largest unit that gives at least 1, with three decimals: 1.625 GiB."""
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size >= factor:
+            return f"{size / factor:,.3f} {unit}"
+    return f"{size} B"
+
+
+# -- trace ------------------------------------------------------------------------------------------------------------
+
+COMPUTE = "compute"
+"""The lane of computation. Communication has the lanes "exchange ring", "exchange ulysses", ..."""
+
+Event = dict[str, Any]
+"""An entry of "traceEvents"."""
+
+
+class HostClock:
+    """Instants as nanoseconds of the host's performance counter."""
+
+    def __init__(self) -> None:
+        self.origin = self.now()
+
+    def now(self) -> int:
+        return time.perf_counter_ns()
+
+    def microseconds(self, instant: int) -> float:
+        return (instant - self.origin) / 1000
+
+
+class CudaClock:
+    """Instants are CUDA events on the current stream. The host waits for the device at the start and to read times."""
+
+    def __init__(self) -> None:
+        torch.cuda.synchronize()
+        self.origin = self.now()
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def microseconds(self, instant: torch.cuda.Event) -> float:
+        instant.synchronize()
+        return self.origin.elapsed_time(instant) * 1000
+
+
+Clock = HostClock | CudaClock
+"""Clocks of traces. Recording an instant makes neither the host nor the device wait."""
+
+
+@dataclass
+class TraceSpan:
+    """A time span on a lane of a trace. It ends at the end of its `with` block, or when `finish` is called.
+
+    Args:
+        clock: the clock that read `start` and `end`.
+        category: Chrome's category: "compute", "wait", "label" or "exchange".
+        arguments: shown by the viewer with the span.
+        start, end: instants of `clock`; `end` is None while the span is open.
+    """
+
+    clock: Clock
+    lane: str
+    name: str
+    category: str
+    arguments: dict[str, Any]
+    start: Any
+    end: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def finish(self) -> None:
+        """Ends the span. Later calls have no effect."""
+        if self.end is None:
+            self.end = self.clock.now()
+
+
+@dataclass
+class Trace:
+    """Context manager that records when this process computes and when its messages are in flight.
+
+        with Trace() as trace:
+            attend(q, k, v, mask=mask, layout=layout).backward(dout)
+        trace.write(Path("trace.json"))  # on every rank; open it in ui.perfetto.dev or chrome://tracing
+
+    The viewer shows each rank as a process. Its lane "compute" has blocks of attention, the labels around them, and a
+    span "wait ..." while computation waits for a message: communication that is not overlapped. Its lanes
+    "exchange <axis>" have the messages of all primitives of `armillary.core`, with bytes, kind, axis and phase. A
+    message's span lasts from its start to the end of `wait`, although the message may have arrived earlier. Concurrent
+    exchanges of an axis are on separate lanes.
+
+    All ranks must open a trace for the first time together: their clocks start at a barrier, and differ by as much as
+    the times at which the ranks leave the barrier. A closed trace may be opened again, and continues. Of a graph of
+    torch.compile a trace shows only the ops of Armillary.
+
+    Args:
+        device: "cpu" records times of the host. "cuda" records times of the current stream by CUDA events, and waits
+            for the device only when the trace is first opened and when it is written. The span of an exchange is then
+            from the point of the stream where the exchange was started to the point where the stream has waited for it.
+
+    Raises:
+        ValueError: another trace is open when the `with` block is entered.
+    """
+
+    device: str = "cpu"
+    spans: list[TraceSpan] = field(default_factory=list[TraceSpan])
+    clock: Clock | None = None
+
+    current: ClassVar[Trace | None] = None
+    """The open trace of this process."""
+
+    def __enter__(self) -> Self:
+        if Trace.current is not None:
+            raise ValueError("another trace is open; close it first, or use that one")
+        if self.clock is None:
+            for _ in range(2 if dist.is_initialized() else 0):  # ranks leave a first barrier late: it may connect them
+                dist.barrier()
+            self.clock = CudaClock() if self.device == "cuda" else HostClock()
+        Trace.current = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Trace.current = None
+
+    def begin(self, lane: str, name: str, category: str, arguments: dict[str, Any]) -> TraceSpan:
+        """Starts a span on a lane."""
+        assert self.clock is not None
+        arguments = {**arguments, "phase": current_phase()}
+        span = TraceSpan(self.clock, lane, name, category, arguments, self.clock.now())
+        self.spans.append(span)
+        return span
+
+    def events(self) -> list[Event]:
+        """Returns the "traceEvents" of this rank: all spans that have ended, with times in microseconds."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        events = [
+            _meta(rank, "process_name", 0, name=f"rank {rank}"),
+            _meta(rank, "process_sort_index", 0, sort_index=rank),
+        ]
+        # Only now are instants read as times, for which the host may wait. A trace that was never opened has no clock.
+        clock, ended_spans = self.clock, [span for span in self.spans if span.end is not None]
+        in_microseconds = [(clock.microseconds(x.start), clock.microseconds(x.end), x) for x in ended_spans if clock]
+        for number, (lane, timed) in enumerate(_lanes(in_microseconds)):
+            events.append(_meta(rank, "thread_name", number, name=lane))
+            events.append(_meta(rank, "thread_sort_index", number, sort_index=number))
+            events += [
+                {"ph": "X", "pid": rank, "tid": number, "ts": start, "dur": end - start}
+                | {"name": span.name, "cat": span.category, "args": span.arguments}
+                for start, end, span in timed
+            ]
+        return events
+
+    def write(self, path: Path) -> None:
+        """Writes one file with the events of all ranks, on rank 0. Every rank must call it.
+
+        Raises:
+            OSError: on rank 0, if the file cannot be written.
+        """
+        events = self.events()
+        events_by_rank = [events]
+        if dist.is_initialized():
+            events_by_rank = [events] * dist.get_world_size()  # a list of the right length for `gather_object` to fill
+            dist.gather_object(events, events_by_rank if dist.get_rank() == 0 else None)
+            if dist.get_rank() != 0:
+                return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path):
+            path.write_text(json.dumps({"traceEvents": sum(events_by_rank, list[Event]()), "displayTimeUnit": "ms"}))
+
+
+Timed = tuple[float, float, TraceSpan]
+"""(start, end, span), in microseconds."""
+
+
+def _lanes(timed: Sequence[Timed]) -> list[tuple[str, list[Timed]]]:
+    """Returns (name, spans) of each lane: the lane of computation, then those of exchanges."""
+    # Chrome can draw overlapping spans in one lane only if they are nested. Computations are nested. An exchange that
+    # overlaps the last exchange of its lane goes to the next free lane of its axis.
+    lanes: dict[tuple[str, int], list[Timed]] = {(COMPUTE, 1): []}
+    for timed_span in sorted(timed, key=lambda timed_span: timed_span[:2]):
+        start, _, span = timed_span
+        name, number = span.lane, 1
+        while name != COMPUTE and (name, number) in lanes and lanes[name, number][-1][1] > start:
+            number += 1
+        lanes.setdefault((name, number), []).append(timed_span)
+    order = sorted(lanes, key=lambda lane: (lane[0] != COMPUTE, lane))
+    return [(name if number == 1 else f"{name} ({number})", lanes[name, number]) for name, number in order]
+
+
+def _meta(rank: int, event: str, thread: int, **arguments: object) -> Event:
+    """Returns an event that sets the name or the sort index of a rank (a process to Chrome) or a lane (a thread)."""
+    return {"ph": "M", "pid": rank, "tid": thread, "name": event, "args": arguments}
+
+
+def span(name: str, category: str = COMPUTE, **arguments: object) -> AbstractContextManager[object]:
+    """Context manager that records a computation of this rank in the open trace; does nothing without one."""
+    trace = Trace.current
+    if trace is None or torch.compiler.is_compiling():
+        return nullcontext()
+    return trace.begin(COMPUTE, name, category, arguments)
+
+
+NO_SPAN: AbstractContextManager[None] = nullcontext()
+"""A context that records nothing. Code on the hot path uses it instead of calling `span` when no trace is open."""
+
+
+def record(axis: str, kind: str, nbytes: int, messages: int) -> TraceSpan | None:
+    """Records messages to other ranks in open ledgers and the trace, just before a primitive sends them.
+
+    Returns:
+        The span of the messages, which `end_span_on_wait` ends; None without an open trace.
+    """
+    if CommLedger.opened:
+        CommLedger.add(axis, kind, nbytes, messages)
+    if Trace.current is None:
+        return None
+    return Trace.current.begin(f"exchange {axis}", kind, "exchange", {"axis": axis, "kind": kind, "bytes": nbytes})
+
+
+def end_span_on_wait(works: Sequence[dist.Work], span: TraceSpan | None) -> tuple[dist.Work, ...]:
+    """Returns `works`, the last one wrapped so that its `wait` ends the span."""
+    if span is None or not works:
+        return tuple(works)
+    return (*works[:-1], cast(dist.Work, TracedWork(works[-1], span)))
+
+
+@dataclass(frozen=True)
+class TracedWork:
+    """A work of torch.distributed whose `wait` ends a span."""
+
+    work: dist.Work
+    span: TraceSpan
+
+    def wait(self, *timeout: Any) -> bool:
+        completed = self.work.wait(*timeout)
+        self.span.finish()
+        return completed
+
+
+# -- labels -----------------------------------------------------------------------------------------------------------
+
+
+class Label(NamedTuple):
+    """The name of a computation.
+
+    Args:
+        name: such as "attention".
+        host: True if the tensors that the computation allocates are in host memory.
+    """
+
+    name: str
+    host: bool = False
+
+
+_current: ContextVar[Label | None] = ContextVar("label", default=None)
+
+
+@contextmanager
+def label(name: str, *, host: bool = False) -> Generator[None]:
+    """Context manager that labels the computations of this thread. Of nested labels the innermost counts.
+
+    The label appears in a torch profile, in a `Trace` and in memory accounts. The backward pass of a labelled
+    computation has no label; a function that implements a backward can label it there.
+
+    Args:
+        name: the label, such as "attention" or "mlp".
+        host: True if new tensors are in host memory, as those of offloaded checkpoints are. A memory simulation cannot
+            see that, because all of its tensors are on the CPU.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    token = _current.set(Label(name, host))
+    try:
+        profiled = torch.profiler.record_function(name) if compat.profiling() else nullcontext()
+        with profiled, span(name, "label"):
+            yield
+    finally:
+        _current.reset(token)
+
+
+def current_label() -> Label | None:
+    """Returns the innermost label of this thread."""
+    return _current.get()

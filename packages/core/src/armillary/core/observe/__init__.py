@@ -1,1 +1,0 @@
-"""Observation of ranks: the byte ledger, traces, labels of computations."""
