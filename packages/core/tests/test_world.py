@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.core.testing import RankFailed, World
-from armillary.core.testing.rank import group_count
-from armillary.core.testing.world import MAX_CALLS
+from armillary.core.testing.world import MAX_CALLS, group_count
 
 
 def add_ranks(offset: int) -> int:

@@ -145,7 +145,7 @@ def test_errors_of_this_ranks_device_are_not_caused_by_peers(error):
     ("files", "expected"),
     [
         (["train/step.py", "core/collectives/exchange.py", "core/compat.py", "core/compat.py"], True),
-        (["train/step.py", "core/collectives/collective.py", "core/testing/staged.py"], True),
+        (["train/step.py", "core/collectives/collective.py", "core/testing/groups.py"], True),
         (
             ["train/step.py", "core/collectives/exchange.py", "core/compat.py", sysconfig.get_path("stdlib") + "/a.py"],
             True,

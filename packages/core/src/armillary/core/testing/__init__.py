@@ -11,14 +11,10 @@ def test_sum(worlds):
     assert worlds(4).run(add_ranks) == [6, 6, 6, 6]
 """
 
-from armillary.core.testing.compare import LIMITS, relative_error, root_mean_square
+from armillary.core.testing.compare import LIMITS, commands_in, refusal, relative_error, root_mean_square, value_errors
 from armillary.core.testing.dispatcher import Dispatched
-from armillary.core.testing.examples import commands_in
-from armillary.core.testing.groups import fake_world
-from armillary.core.testing.rank import mesh
-from armillary.core.testing.refusals import refusal, value_errors
-from armillary.core.testing.staged import STAGED
-from armillary.core.testing.world import RankFailed, World, Worlds, fork_context
+from armillary.core.testing.groups import STAGED, fake_world
+from armillary.core.testing.world import RankFailed, World, Worlds, fork_context, mesh
 
 __all__ = [
     "LIMITS",

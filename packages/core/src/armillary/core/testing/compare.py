@@ -1,11 +1,20 @@
-"""Comparison of tensors with an oracle, relative to the norm of the expected tensor: small gradients count too."""
+"""Comparisons in tests: tensors with an oracle, errors with the calls and commands that must raise them.
+
+A relative error is relative to the norm of the expected tensor, so that small gradients count too.
+"""
 
 from __future__ import annotations
 
+import io
+import shlex
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from math import isfinite
 
 import torch
 from torch import Tensor
+
+from armillary.core.observe import CommLedger
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 2e-6}
 """Largest relative error of attention's results and gradients, by dtype. Errors in 16 bits depend on the tensors, and
@@ -37,3 +46,52 @@ def relative_error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> floa
 def root_mean_square(x: Tensor) -> float:
     """Returns the root mean square of a tensor's numbers, computed in float64; 0 if it has none."""
     return float(x.detach().double().square().mean().sqrt()) if x.numel() else 0.0
+
+
+def refusal(main: Callable[[Sequence[str]], object], argv: Sequence[object]) -> str:
+    """Returns the line that a command prints on stderr for wrong arguments.
+
+    Raises:
+        AssertionError: the command did not exit with code 2, or did not print exactly one line, on stderr.
+    """
+    out, err = io.StringIO(), io.StringIO()
+    words = [str(word) for word in argv]
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            main(words)
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+    lines = err.getvalue().splitlines()
+    assert (code, len(lines), out.getvalue()) == (2, 1, ""), f"{words}: exit code {code}, {out.getvalue()}, {lines}"
+    return lines[0]
+
+
+def value_errors(calls: Sequence[Callable[[], object]]) -> list[str]:
+    """Returns the message of the ValueError that each call raises.
+
+    Raises:
+        AssertionError: a call raised no ValueError, or sent bytes to another rank before.
+    """
+    messages: list[str] = []
+    with CommLedger() as ledger:
+        for number, call in enumerate(calls):
+            try:
+                call()
+            except ValueError as error:
+                messages.append(str(error))
+            else:
+                raise AssertionError(f"call {number} was not refused")
+    assert ledger.bytes() == 0, ledger.table()
+    return messages
+
+
+def commands_in(text: str, *programs: str) -> list[list[str]]:
+    """Returns the arguments of each line that runs one of `programs`, directly or under torchrun.
+
+    A backslash at the end of a line continues it.
+    """
+    lines = [line.strip() for line in text.replace("\\\n", " ").splitlines()]
+    calls = [shlex.split(line) for line in lines if line.startswith((*programs, "torchrun "))]
+    starts = [next((i for i, word in enumerate(words) if word in programs), None) for words in calls]
+    return [words[i + 1 :] for words, i in zip(calls, starts, strict=True) if i is not None]

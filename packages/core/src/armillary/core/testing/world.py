@@ -1,27 +1,39 @@
 """Test worlds: a `World` is a set of ranks on this machine that start quickly and serve many calls.
 
 Ranks are forked from a server process that has imported torch once. If a rank fails or hangs, `run` raises an error
-with the traceback or stack of each such rank, and the next `run` starts new ranks.
+with the traceback or stack of each such rank, and the next `run` starts new ranks. `serve` is the loop of a rank.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
-from armillary.core.testing.rank import STACKS, serve, stack_file
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from armillary.core.mesh import build_mesh
+from armillary.core.testing.groups import share_device
 
 R = TypeVar("R")
 
@@ -132,7 +144,10 @@ class World:
             for connection in wait(list(waiting), seconds):
                 assert isinstance(connection, Connection)
                 rank = waiting.pop(connection)
-                answers[rank] = _read(connection)
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionError):
+                    answers[rank] = "dead", None
                 if answers[rank][0] != "ok":
                     deadline = min(deadline, time.monotonic() + GRACE)
         return answers
@@ -141,18 +156,17 @@ class World:
         tracebacks = {rank: answer[1] for rank, answer in answers.items() if answer[0] == "error"}
         dead_ranks = [rank for rank, answer in answers.items() if answer[0] == "dead"]
         silent_ranks = [rank for rank in range(self.size) if rank not in answers]
-        lines = [f"rank {rank} died (exit code {self._exit_code(rank)})" for rank in dead_ranks]
+        lines: list[str] = []
+        for rank in dead_ranks:
+            process = self._ranks[rank][0]
+            process.join(1)  # it has closed its connection, and its exit code follows
+            lines.append(f"rank {rank} died (exit code {process.exitcode})")
         lines += [f"rank {rank} raised:\n{traceback}" for rank, traceback in tracebacks.items()]
         stacks = self._stacks(silent_ranks)
         other_failed = tracebacks or dead_ranks
         reason = "had not answered when another rank failed" if other_failed else f"did not answer within {limit:g} s"
         lines += [f"rank {rank} {reason}; it is in {stacks[rank]}" for rank in silent_ranks]
         return f"{len(lines)} of {self.size} ranks failed\n" + "\n".join(lines)
-
-    def _exit_code(self, rank: int) -> int | None:
-        process = self._ranks[rank][0]
-        process.join(1)
-        return process.exitcode
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
         """Returns the innermost Python frames of each of `ranks`, as text."""
@@ -189,16 +203,60 @@ class Worlds:
             world.close()
 
 
-def _read(connection: Connection) -> tuple[Any, ...]:
-    try:
-        return pickle.loads(connection.recv_bytes())
-    except (EOFError, ConnectionError):
-        return "dead", None
-
-
 def _innermost_frames(stack: Path) -> str:
     """Returns the 4 innermost frames outside torch and multiprocessing, innermost first, from a faulthandler dump."""
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.read_text() if stack.exists() else "")
     own_frames = [f for f in frames if not {"torch", "multiprocessing"} & set(Path(f[0]).parts)]
     shown = [f"{name} ({Path(file).name}:{line})" for file, line, name in own_frames[:4]]
     return " < ".join(shown) or "no Python frame that could be read"
+
+
+# -- one rank of a world ----------------------------------------------------------------------------------------------
+
+STACKS = signal.SIGUSR1
+"""The signal on which a rank writes its stack."""
+
+
+def serve(rank: int, size: int, folder: Path, connection: Connection, timeout: float, backend: str) -> None:
+    """Joins the world, then answers each request, a pickled (function, args, kwargs), until `connection` closes."""
+    # The rank shares memory with the server from which it was forked, until one of them writes to it. A garbage
+    # collection writes to every object that it visits; frozen objects are not visited.
+    gc.freeze()
+    stacks = stack_file(folder, rank).open("w")
+    faulthandler.register(STACKS, file=stacks, all_threads=False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    share_device()
+    store = dist.FileStore(str(folder / "store"), size)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
+    # Wait until all ranks are connected: a rank that destroys the group at once would make gloo fail on a slower rank.
+    dist.all_reduce(torch.zeros(1))
+    with suppress(EOFError):  # the connection is closed
+        while request := connection.recv_bytes():
+            connection.send_bytes(_answer(request))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.stack"
+
+
+@cache
+def mesh(device: str = "cpu", **sizes: Any) -> DeviceMesh:
+    """Returns `build_mesh(device, **sizes)`, such as `mesh(ring=2, ulysses=2)`, built once per process."""
+    return build_mesh(device, **sizes)
+
+
+def _answer(request: bytes) -> bytes:
+    """Calls the function. Returns ("ok", result, `group_count()`) or ("error", traceback), pickled."""
+    try:
+        function, args, kwargs = pickle.loads(request)
+        return pickle.dumps(("ok", function(*args, **kwargs), group_count()))
+    except BaseException:
+        return pickle.dumps(("error", traceback.format_exc()))
+
+
+def group_count() -> int:
+    """Returns the number of process groups that this rank has created. torch names the next group by it."""
+    return cast(Any, dist).distributed_c10d._world.group_count
