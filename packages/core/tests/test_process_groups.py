@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core import mesh as core_mesh
-from armillary.core.gloo_threads import THREADS, gloo_thread_states
-from armillary.core.mesh import own_device
+from armillary.core.mesh import THREAD_FOLDER, gloo_thread_states, own_device
 from armillary.core.parts import compat
 from armillary.core.testing import World, fork_context, mesh
 
@@ -307,7 +306,7 @@ started.wait()
 """
 
 
-@pytest.mark.skipif(not THREADS.exists(), reason="looks at threads as Linux shows them")
+@pytest.mark.skipif(not THREAD_FOLDER.exists(), reason="looks at threads as Linux shows them")
 @pytest.mark.parametrize(("thread", "printed"), [("pt_gloo_runloop", "ended"), ("another", "")])
 def test_python_exits_after_the_threads_of_gloo_are_idle(thread, printed):
     ran = subprocess.run([sys.executable, "-c", BUSY, thread], capture_output=True, text=True, check=True)

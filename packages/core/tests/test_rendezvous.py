@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from armillary.core.rendezvous import rendezvous
+from armillary.core.mesh import rendezvous
 
 
 def met(store: dist.Store, ranks: list[int], size: int, seconds: float) -> list[dist.Store]:

@@ -22,12 +22,11 @@ from armillary.core.collectives.differentiable import (
 from armillary.core.collectives.exchange import Exchange, FlatBuffer, ReceiveBuffers, start_exchange
 from armillary.core.collectives.merge import merge_, start_merge_scatter
 from armillary.core.collectives.reduce_scatter import start_reduce_scatter, start_scatter_parts
-from armillary.core.devices import to_device
+from armillary.core.compat import imported_at_first_use
 from armillary.core.gradients import clip_gradients, sum_gradients
 from armillary.core.labels import LabelTriples
 from armillary.core.layout import SequenceLayout, attention_balance, attention_traffic
-from armillary.core.lazy import imported_at_first_use
-from armillary.core.mesh import Axis, build_mesh, start_process_group, world_size
+from armillary.core.mesh import Axis, build_mesh, start_process_group, to_device, world_size
 from armillary.core.neighbours.moves import halo, relayout, shift, short_convolution
 from armillary.core.observe import CommLedger, Trace, label, span
 from armillary.core.segments import Segments

@@ -1,10 +1,11 @@
 """Private interfaces of torch, and public ones that differ between the supported releases (>= 2.11).
 
-This is the first place to change for a new release of torch.
+This is the first place to change for a new release of torch. `imported_at_first_use` postpones imports of slow parts.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -596,3 +597,25 @@ def assert_later(condition: Tensor, message: str) -> None:
 def traced_object(value: Any) -> Any:
     """Returns the mesh or group in the wrapper that torch.compile passes while it traces; other values unchanged."""
     return getattr(value, "real_obj", value)
+
+
+# -- imports that take seconds ----------------------------------------------------------------------------------------
+
+
+def imported_at_first_use(face: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], object]:
+    """Returns a module's `__getattr__`, which imports a slow name when it is first asked for.
+
+    Args:
+        face: name of the module that has the names.
+        modules: the names of each slow module.
+    """
+    module_of = {name: module for module, names in modules.items() for name in names}
+
+    def getattr_(name: str) -> object:
+        if name not in module_of:
+            raise AttributeError(f"module {face!r} has no attribute {name!r}")
+        value = getattr(import_module(module_of[name]), name)
+        setattr(sys.modules[face], name, value)  # the next use does not come here
+        return value
+
+    return getattr_

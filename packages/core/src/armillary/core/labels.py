@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from armillary.core.devices import to_device
+from armillary.core.mesh import to_device
 from armillary.core.validation import check_local
 
 

@@ -1,23 +1,32 @@
-"""Mesh axes: `build_mesh` creates a `DeviceMesh` with all of them; communication primitives take one `Axis` of it."""
+"""Meshes and process groups.
+
+`build_mesh` creates a `DeviceMesh` with all axes; communication primitives take one `Axis` of it.
+`start_process_group` starts the default process group: `rendezvous` keeps the ranks of a restarted run apart from those
+that failed, and at exit `wait_for_gloo_threads` waits for gloo.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from math import prod
+from pathlib import Path
+from secrets import token_hex
 from typing import Any, Self, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from armillary.core import compat
-from armillary.core import gloo_threads as gloo_threads  # joins them when Python ends
-from armillary.core.rendezvous import rendezvous
 from armillary.core.validation import integer
 
 ALL_AXES: tuple[str, ...] = ("pipe", "replicate", "shard", "nodes", "devices", "ring", "ulysses", "tp")
@@ -28,6 +37,13 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Backend of torch.distributed by device type."""
 TIMEOUT = timedelta(minutes=10)
 """Default time-out of collectives and exchanges."""
+
+STORE_POLL = 0.05
+"""Seconds between two polls of the rendezvous store."""
+THREAD_FOLDER, GLOO_THREAD = Path("/proc/self/task"), "pt_gloo_runloop"
+"""The threads of this process, and the name that torch gives to those of gloo groups."""
+THREAD_POLL, MAX_WAIT = 0.01, 10.0
+"""Seconds between two polls of gloo's threads, and maximum seconds in total."""
 
 
 def build_mesh(
@@ -127,6 +143,130 @@ def check_timeout(timeout: timedelta) -> None:
         raise ValueError(f"timeout={timeout!r}: a datetime.timedelta above 0 is needed, such as timedelta(minutes=10)")
 
 
+@dataclass(frozen=True)
+class Axis:
+    """One axis of a mesh as this rank sees it: the unit that every primitive communicates on.
+
+    Args:
+        name: the axis' name in the mesh.
+        rank: index of this rank on the axis.
+        size: number of ranks on the axis.
+        group: process group of the axis.
+        timeout: the time that the host may wait for other ranks; None on CUDA, where the stream waits instead.
+        device: device type of the tensors that are sent.
+        mesh: the 1-D mesh that `of` was given; otherwise None.
+    """
+
+    name: str
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+    timeout: timedelta | None
+    device: str = "cpu"
+    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | Axis) -> Axis:
+        """Returns the axis of a 1-D mesh, such as `mesh["ring"]`; an axis is returned unchanged.
+
+        Raises:
+            ValueError: not a mesh, a mesh of several axes, or a mesh without this rank.
+        """
+        if isinstance(mesh, Axis):
+            return mesh
+        if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
+            hint = "; DeviceMesh.from_group converts a process group" if isinstance(mesh, dist.ProcessGroup) else ""
+            kind = type(mesh).__name__
+            raise ValueError(f"{kind} is not a mesh axis: a 1-D DeviceMesh is needed, as mesh['ring']{hint}")
+        if mesh.ndim != 1:
+            axes = ", ".join(mesh.mesh_dim_names or [f"#{i}" for i in range(mesh.ndim)])
+            raise ValueError(f"one mesh axis is needed, got {mesh.ndim} ({axes}); pick one, as in mesh['ring']")
+        if mesh.get_coordinate() is None:
+            raise ValueError(f"rank {dist.get_rank()} is not one of the ranks {mesh.mesh.tolist()} of {mesh}")
+        return replace(cls.on(mesh, 0), mesh=mesh)
+
+    @classmethod
+    def on(cls, mesh: DeviceMesh, mesh_dim: int) -> Axis:
+        """Returns the axis of one dim of a mesh."""
+        names = mesh.mesh_dim_names
+        group, device = mesh.get_group(mesh_dim), mesh.device_type
+        timeout = compat.host_timeout(group, device)
+        name = names[mesh_dim] if names else "axis" if mesh.ndim == 1 else f"#{mesh_dim}"
+        return cls(name, mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim), group, timeout, device)
+
+    @classmethod
+    def alone(cls, name: str) -> Axis:
+        """Returns an axis of one rank without a process group, for calls that communicate nothing."""
+        return cls(name, 0, 1, cast(dist.ProcessGroup, None), None)
+
+    def duplicate(self) -> Axis:
+        """Returns this axis with a second communicator, whose messages do not queue behind those of the first.
+
+        The first call creates a process group, so every rank of the axis must make it, in the same order as its other
+        calls that create groups. Later calls return the same group: the attention methods of all layers share it.
+        """
+        return self if self.size == 1 else replace(self, group=_subgroup(self, None))
+
+    def part(self, ranks: Sequence[int]) -> Axis:
+        """Returns the axis over `ranks`, indices on this axis in rising order that include this rank.
+
+        The first call for these ranks creates a process group, so each of them must make it, as in `duplicate`.
+        """
+        indices = tuple(ranks)
+        group = _subgroup(self, indices)
+        return replace(self, rank=indices.index(self.rank), size=len(indices), group=group, mesh=None)
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a copied model communicates over the same group
+
+    def ranks(self) -> list[int]:
+        """Returns the global ranks of this axis, in axis order."""
+        return dist.get_process_group_ranks(self.group)
+
+    def parallel_ranks(self) -> list[list[int]]:
+        """Returns the global ranks of each 1-D slice of the mesh along this axis; without `mesh` only of this axis."""
+        return [self.ranks()] if self.mesh is None else compat.parallel_ranks(self.mesh)
+
+
+SubgroupKey = tuple[tuple[int, ...] | None, timedelta | None]
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[SubgroupKey, dist.ProcessGroup]] = WeakKeyDictionary()
+"""Subgroups of each process group, by (ranks, time-out). Ranks None stands for a duplicate over all ranks of the group.
+Subgroups are freed with their group."""
+
+
+def _subgroup(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
+    """Returns the cached process group of some ranks of the axis; with None, the duplicate over all its ranks."""
+    subgroups, key = _subgroups.setdefault(axis.group, {}), (ranks, axis.timeout)
+    if key in subgroups:
+        return subgroups[key]
+    axis_ranks = axis.ranks()
+    group_ranks = axis_ranks if ranks is None else [axis_ranks[rank] for rank in ranks]
+    kind = "duplicate" if ranks is None else f"part {' '.join(map(str, ranks))}"
+    name = f"{axis.group.group_name} {kind} {axis.timeout}"
+    # The group's own time-out, because `axis.timeout` is None on CUDA: torch would take NCCL's default of 10 minutes.
+    timeout = compat.group_timeout(axis.group, axis.device)
+    group = compat.new_group(group_ranks, name, timeout, compat.priority_options(axis.group, axis.device))
+    # Ranks without messages skip an exchange on the axis or its duplicate, so both must be connected before the first.
+    for unconnected_group in (axis.group, group) if ranks is None else (group,):
+        _connect(unconnected_group, axis.device)
+    subgroups[key] = group
+    return group
+
+
+def _connect(group: dist.ProcessGroup | None, device: str) -> None:
+    """Connects all ranks of a group, or of the default group (None), by a small all-reduce.
+
+    NCCL connects a group at its first use. All ranks of the group must take part in that, but an exchange may involve
+    only some. Gloo connects when the group is created, but one rank may be done before another. After the all-reduce
+    all ranks are connected. A barrier does not suffice: in a group with gloo and NCCL it connects only gloo, and in a
+    group with NCCL alone it guesses the device.
+    """
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+# -- default process group --------------------------------------------------------------------------------------------
+
+
 def world_size() -> int:
     """Returns the size of the default process group; before it starts, torchrun's WORLD_SIZE, or 1."""
     return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
@@ -195,129 +335,91 @@ def own_device(device_type: str) -> torch.device | None:
     return torch.device(device_type, torch.cuda.current_device())
 
 
-@dataclass(frozen=True)
-class Axis:
-    """One axis of a mesh as this rank sees it: the unit that every primitive communicates on.
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Returns the tensor on a device. For a GPU the copy is queued on the current stream and the host continues."""
+    # Only copies from pinned memory are asynchronous.
+    pinned = device.type == "cuda" and x.device.type == "cpu"
+    return (x.pin_memory() if pinned else x).to(device, non_blocking=True)
 
-    Args:
-        name: the axis' name in the mesh.
-        rank: index of this rank on the axis.
-        size: number of ranks on the axis.
-        group: process group of the axis.
-        timeout: the time that the host may wait for other ranks; None on CUDA, where the stream waits instead.
-        device: device type of the tensors that are sent.
-        mesh: the 1-D mesh that `of` was given; otherwise None.
+
+def rendezvous(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> dist.Store:
+    """Returns `store` behind a prefix that only the ranks of this start use. Every rank must call it.
+
+    torchrun restarts ranks with the store of the failed ranks, which still has the addresses of these, and does not
+    number starts in a way that is the same on all hosts. So the ranks agree on a new prefix:
+
+    1. Rank 0 draws a random name for the start and announces it under the key "start".
+    2. Every other rank answers the name that it reads with a random token.
+    3. Rank 0 writes all tokens under the name. A rank that reads its own token there belongs to this start; a rank that
+       has answered the name of an earlier start reads "start" again.
+
+    Raises:
+        TimeoutError: not all ranks arrived within `timeout`. On rank 0 the message has the missing ranks.
     """
-
-    name: str
-    rank: int
-    size: int
-    group: dist.ProcessGroup
-    timeout: timedelta | None
-    device: str = "cpu"
-    mesh: DeviceMesh | None = field(default=None, compare=False, repr=False)
-
-    @classmethod
-    def of(cls, mesh: DeviceMesh | Axis) -> Axis:
-        """Returns the axis of a 1-D mesh, such as `mesh["ring"]`; an axis is returned unchanged.
-
-        Raises:
-            ValueError: not a mesh, a mesh of several axes, or a mesh without this rank.
-        """
-        if isinstance(mesh, Axis):
-            return mesh
-        check_axis(mesh)
-        return replace(cls.on(mesh, 0), mesh=mesh)
-
-    @classmethod
-    def on(cls, mesh: DeviceMesh, mesh_dim: int) -> Axis:
-        """Returns the axis of one dim of a mesh."""
-        names = mesh.mesh_dim_names
-        group, device = mesh.get_group(mesh_dim), mesh.device_type
-        timeout = compat.host_timeout(group, device)
-        name = names[mesh_dim] if names else "axis" if mesh.ndim == 1 else f"#{mesh_dim}"
-        return cls(name, mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim), group, timeout, device)
-
-    @classmethod
-    def alone(cls, name: str) -> Axis:
-        """Returns an axis of one rank without a process group, for calls that communicate nothing."""
-        return cls(name, 0, 1, cast(dist.ProcessGroup, None), None)
-
-    def duplicate(self) -> Axis:
-        """Returns this axis with a second communicator, whose messages do not queue behind those of the first.
-
-        The first call creates a process group, so every rank of the axis must make it, in the same order as its other
-        calls that create groups. Later calls return the same group: the attention methods of all layers share it.
-        """
-        return self if self.size == 1 else replace(self, group=_subgroup(self, None))
-
-    def part(self, ranks: Sequence[int]) -> Axis:
-        """Returns the axis over `ranks`, indices on this axis in rising order that include this rank.
-
-        The first call for these ranks creates a process group, so each of them must make it, as in `duplicate`.
-        """
-        indices = tuple(ranks)
-        group = _subgroup(self, indices)
-        return replace(self, rank=indices.index(self.rank), size=len(indices), group=group, mesh=None)
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self  # a copied model communicates over the same group
-
-    def ranks(self) -> list[int]:
-        """Returns the global ranks of this axis, in axis order."""
-        return dist.get_process_group_ranks(self.group)
-
-    def parallel_ranks(self) -> list[list[int]]:
-        """Returns the global ranks of each 1-D slice of the mesh along this axis; without `mesh` only of this axis."""
-        return [self.ranks()] if self.mesh is None else compat.parallel_ranks(self.mesh)
+    end, token = time.monotonic() + timeout.total_seconds(), token_hex(8)
+    name = _gather(store, token, ranks, end, timeout) if rank == 0 else _answer(store, token, rank, end, timeout)
+    return dist.PrefixStore(name, store)
 
 
-def check_axis(mesh: DeviceMesh) -> None:
-    """Raises ValueError unless `mesh` is a 1-D DeviceMesh that contains this rank."""
-    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-        hint = "; DeviceMesh.from_group converts a process group" if isinstance(mesh, dist.ProcessGroup) else ""
-        raise ValueError(f"{type(mesh).__name__} is not a mesh axis: a 1-D DeviceMesh is needed, as mesh['ring']{hint}")
-    if mesh.ndim != 1:
-        axes = ", ".join(mesh.mesh_dim_names or [f"#{i}" for i in range(mesh.ndim)])
-        raise ValueError(f"one mesh axis is needed, got {mesh.ndim} ({axes}); pick one, as in mesh['ring']")
-    if mesh.get_coordinate() is None:
-        raise ValueError(f"rank {dist.get_rank()} is not one of the ranks {mesh.mesh.tolist()} of {mesh}")
+def _gather(store: dist.Store, name: str, ranks: int, end: float, timeout: timedelta) -> str:
+    """Steps 1 and 3, on rank 0. Returns `name`, the name of the start."""
+    store.set("start", name)
+    # Answers to earlier starts have other names in their keys, so only ranks of this start are counted.
+    missing_ranks = list(range(1, ranks))
+    while missing_ranks := [rank for rank in missing_ranks if not store.check([f"{name}/{rank}"])]:
+        if time.monotonic() > end:
+            raise TimeoutError(f"ranks {missing_ranks} of {ranks} did not arrive within {timeout}")
+        time.sleep(STORE_POLL)
+    store.set(f"{name}/all", " ".join(store.get(f"{name}/{rank}").decode() for rank in range(1, ranks)))
+    return name
 
 
-SubgroupKey = tuple[tuple[int, ...] | None, timedelta | None]
-_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[SubgroupKey, dist.ProcessGroup]] = WeakKeyDictionary()
-"""Subgroups of each process group, by (ranks, time-out). Ranks None stands for a duplicate over all ranks of the group.
-Subgroups are freed with their group."""
+def _answer(store: dist.Store, token: str, rank: int, end: float, timeout: timedelta) -> str:
+    """Step 2, on the other ranks: answers each announced start, and returns the name of the one that has its token."""
+    answered_starts = set[str]()
+    while time.monotonic() <= end:
+        name = store.get("start").decode() if store.check(["start"]) else ""
+        # This may be the name of an earlier start, whose rank 0 will write no tokens. A later name will replace it.
+        if name and name not in answered_starts:
+            store.set(f"{name}/{rank}", token)
+            answered_starts.add(name)
+        if name and store.check([f"{name}/all"]) and token in store.get(f"{name}/all").decode().split():
+            return name
+        time.sleep(STORE_POLL)
+    raise TimeoutError(
+        f"rank {rank} waited {timeout} for rank 0 and all other ranks; the error of rank 0 names the missing ones"
+    )
 
 
-def _subgroup(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
-    """Returns the cached process group of some ranks of the axis; with None, the duplicate over all its ranks."""
-    subgroups = _subgroups.setdefault(axis.group, {})
-    if (ranks, axis.timeout) not in subgroups:
-        subgroups[ranks, axis.timeout] = _new_group(axis, ranks)
-    return subgroups[ranks, axis.timeout]
+# -- exit -------------------------------------------------------------------------------------------------------------
 
 
-def _new_group(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
-    axis_ranks = axis.ranks()
-    group_ranks = axis_ranks if ranks is None else [axis_ranks[rank] for rank in ranks]
-    kind = "duplicate" if ranks is None else f"part {' '.join(map(str, ranks))}"
-    name = f"{axis.group.group_name} {kind} {axis.timeout}"
-    # The group's own time-out, because `axis.timeout` is None on CUDA: torch would take NCCL's default of 10 minutes.
-    timeout = compat.group_timeout(axis.group, axis.device)
-    group = compat.new_group(group_ranks, name, timeout, compat.priority_options(axis.group, axis.device))
-    # Ranks without messages skip an exchange on the axis or its duplicate, so both must be connected before the first.
-    for unconnected_group in (axis.group, group) if ranks is None else (group,):
-        _connect(unconnected_group, axis.device)
-    return group
+@atexit.register
+def wait_for_gloo_threads() -> None:
+    """Waits until the threads of all gloo groups sleep, at most `MAX_WAIT` seconds. Linux only.
 
+    After a collective, gloo's thread first wakes the caller and then drops the tensors, for which it needs the GIL. If
+    Python exits in between, it ends the thread that requests the GIL, in the middle of torch's destructors: the process
+    aborts with "terminate called without an active exception" (pytorch/pytorch#190489). `destroy_process_group` does
+    not stop these threads while an object, such as a mesh, refers to the group.
 
-def _connect(group: dist.ProcessGroup | None, device: str) -> None:
-    """Connects all ranks of a group, or of the default group (None), by a small all-reduce.
-
-    NCCL connects a group at its first use. All ranks of the group must take part in that, but an exchange may involve
-    only some. Gloo connects when the group is created, but one rank may be done before another. After the all-reduce
-    all ranks are connected. A barrier does not suffice: in a group with gloo and NCCL it connects only gloo, and in a
-    group with NCCL alone it guesses the device.
+    A thread whose collective waits for another rank sleeps too, so this function never waits for other ranks.
     """
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    end, quiet_polls = time.monotonic() + MAX_WAIT, 0
+    # A thread that waits for the GIL sleeps as well. It gets the GIL during the pause, and is then awake or finished.
+    # So only several polls in a row show that all threads are idle.
+    while (states := gloo_thread_states()) and quiet_polls < 3 and time.monotonic() < end:
+        quiet_polls = quiet_polls + 1 if set(states) == {"S"} else 0
+        time.sleep(THREAD_POLL)
+
+
+def gloo_thread_states() -> list[str]:
+    """Returns the scheduler's state of each gloo thread of this process, such as "R" or "S"."""
+    states: list[str] = []
+    with suppress(OSError):  # no /proc
+        for thread in THREAD_FOLDER.iterdir():
+            with suppress(OSError):  # the thread has just ended
+                # /proc/.../stat is "id (name) state ...".
+                name, _, fields = (thread / "stat").read_text().partition("(")[2].rpartition(")")
+                states += [fields.split()[0]] if name == GLOO_THREAD else []
+    return states

@@ -10,6 +10,7 @@ from armillary.core.balancing.search import uncut_spans
 from armillary.core.collectives.all_to_all import PackedHeads, start_head_to_parts, start_packed_to_head
 from armillary.core.collectives.merge import pivot
 from armillary.core.collectives.token_moves import Owners
+from armillary.core.compat import imported_at_first_use
 from armillary.core.files import (
     file_size,
     is_file_name,
@@ -25,7 +26,6 @@ from armillary.core.files import (
 )
 from armillary.core.gradients import mesh_ranks, parameters_outside_fsdp
 from armillary.core.layout import Side
-from armillary.core.lazy import imported_at_first_use
 from armillary.core.mesh import binds_device, check_axes
 from armillary.core.observe import KINDS, NO_SPAN, PHASES, current_label, phase
 from armillary.core.ops import (
