@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout, attention_balance
-from armillary.core.balancing.chunks import TokenRuns, distribute
-from armillary.core.balancing.cost import RingShares
+from armillary.core.balance import TokenRuns, distribute
+from armillary.core.layout_cost import RingShares
 from armillary.core.parts import Slices, mask_slices, slice_array
 
 

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
-from armillary.core.collectives.collective import Collective
+from armillary.core.collectives.collective import Collective, accumulation_dtype
 from armillary.core.collectives.differentiable import (
     all_gather,
     all_reduce,
@@ -20,17 +18,17 @@ from armillary.core.collectives.differentiable import (
     seq_to_head,
 )
 from armillary.core.collectives.exchange import Exchange, FlatBuffer, ReceiveBuffers, start_exchange
+from armillary.core.collectives.gathers import start_all_gather, start_reduce_scatter, start_scatter_parts
 from armillary.core.collectives.merge import merge_, start_merge_scatter
-from armillary.core.collectives.reduce_scatter import start_reduce_scatter, start_scatter_parts
 from armillary.core.compat import imported_at_first_use
 from armillary.core.gradients import clip_gradients, sum_gradients
 from armillary.core.labels import LabelTriples
 from armillary.core.layout import SequenceLayout, attention_balance, attention_traffic
 from armillary.core.mesh import Axis, build_mesh, start_process_group, to_device, world_size
-from armillary.core.neighbours.moves import halo, relayout, shift, short_convolution
+from armillary.core.moves import halo, relayout, shift, short_convolution
 from armillary.core.observe import CommLedger, Trace, label, span
-from armillary.core.segments import Segments
-from armillary.core.token_ranges import TokenRanges
+from armillary.core.slices import Segments
+from armillary.core.spans import TokenRanges
 
 if TYPE_CHECKING:
     from armillary.core.dtensor import distribute_sequence, gather_sequence, sequence_from_local

@@ -32,11 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.core import compat
-from armillary.core.collectives.all_gather import start_all_gather
 from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
-from armillary.core.collectives.autograd import check_dims, check_heads, linear
-from armillary.core.collectives.reduce_scatter import start_reduce_scatter
-from armillary.core.layout import SequenceLayout, shard_order
+from armillary.core.collectives.differentiable import check_dims, check_heads, linear
+from armillary.core.collectives.gathers import start_all_gather, start_reduce_scatter
+from armillary.core.layout import SequenceLayout, check_layout, shard_order
 from armillary.core.mesh import Axis
 from armillary.core.observe import phase
 from armillary.core.validation import check_dim, check_tensor, integer
@@ -492,8 +491,7 @@ def _redistribute_by_dim(x: DTensor, mesh_dims: Sequence[int], placement: Placem
 def _check_length(x: Tensor, layout: SequenceLayout, dim: int) -> int:
     """Returns `dim`, counted from the start. Raises ValueError unless `x` has the layout's N tokens on it."""
     check_tensor("x", x)
-    if not isinstance(layout, SequenceLayout):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-        raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
+    check_layout(layout)
     dim = check_dim("x", x, dim)
     if x.shape[dim] != layout.length:
         raise ValueError(f"dim {dim} of x {tuple(x.shape)} has {x.shape[dim]} tokens; the layout has {layout.length}")

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from armillary.core.balancing.cost import PositionRuns, RingShares, token_hops
-from armillary.core.balancing.search import SEND_COST, balanced_spans
+from armillary.core.balance import SEND_COST, balanced_spans
+from armillary.core.layout_cost import PositionRuns, RingShares, token_hops
 from armillary.core.slices import Integers, Sliced, Slices, mask_slices, mirror
 from armillary.core.spans import MAX_POSITION, Spans, cut, cut_spans, join_spans, missing_position, span_text
 from armillary.core.validation import check_bool, check_choice, check_dim, integer, number
@@ -56,13 +56,33 @@ class SequenceLayout:
     """The layout as a string, such as "0:2,6:8;2:6", for `read` and for keys of compiled graphs."""
 
     def __init__(self, spans: Iterable[Iterable[range]]) -> None:
-        self.spans_by_shard = tuple(join_spans(shard) for shard in _list_shards(spans))
+        try:  # `join_spans` checks that the elements are ranges
+            shards = [list(shard) for shard in spans]
+        except TypeError:
+            raise ValueError(
+                f"spans {spans!r}: give a list of ranges for each shard, [[range(0, 8)], [range(8, 16)]]"
+            ) from None
+        self.spans_by_shard = tuple(join_spans(shard) for shard in shards)
         self.sizes = tuple(sum(map(len, shard)) for shard in self.spans_by_shard)
         self.ends = (0, *accumulate(self.sizes))
         self.length = self.ends[-1]
-        self._check()
+        # Together the spans must start at 0 and have no gap. `missing_position` also refuses repeated positions.
+        if not self.spans_by_shard:
+            raise ValueError("a layout needs at least one shard; got none")
+        if 0 in self.sizes:
+            empty = self.sizes.index(0)
+            raise ValueError(f"shard {empty} of {self.shards} has no positions; every shard needs at least one")
+        all_spans = [span for spans in self.spans_by_shard for span in spans]
+        first = min(span[0] for span in all_spans)
+        if first != 0:
+            raise ValueError(f"positions must start at 0; the smallest one here is {first}")
+        if (gap := missing_position(all_spans)) is not None:
+            raise ValueError(f"no shard has position {gap} of {max(span[-1] for span in all_spans) + 1}")
         self.text = ";".join(",".join(map(span_text, shard)) for shard in self.spans_by_shard)
-        self._encoded = _encode(self.spans_by_shard)
+        numbers: list[int] = []
+        for shard in self.spans_by_shard:
+            numbers += [len(shard), *chain.from_iterable((span.start, span.stop, span.step) for span in shard)]
+        self._encoded = np.array(numbers, dtype=np.int64)  # not np.fromiter: dynamo traces layouts made in a graph
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, SequenceLayout) and self.spans_by_shard == other.spans_by_shard)
@@ -71,20 +91,6 @@ class SequenceLayout:
         # Every attention call looks up caches by layout, and a layout may have thousands of spans. Python hashes a
         # string once. Nothing is hashed in `__init__`, at which dynamo before torch 2.13 would break a graph.
         return hash(self.text)
-
-    def _check(self) -> None:
-        if not self.spans_by_shard:
-            raise ValueError("a layout needs at least one shard; got none")
-        for shard, spans in enumerate(self.spans_by_shard):
-            if not spans:
-                raise ValueError(f"shard {shard} of {self.shards} has no positions; every shard needs at least one")
-        # Together the spans must start at 0 and have no gap. `missing_position` also refuses repeated positions.
-        all_spans = [span for spans in self.spans_by_shard for span in spans]
-        first = min(span[0] for span in all_spans)
-        if first != 0:
-            raise ValueError(f"positions must start at 0; the smallest one here is {first}")
-        if (gap := missing_position(all_spans)) is not None:
-            raise ValueError(f"no shard has position {gap} of {max(span[-1] for span in all_spans) + 1}")
 
     def __repr__(self) -> str:
         shards = "; ".join(", ".join(map(span_text, spans)) for spans in self.spans_by_shard[:8])
@@ -285,14 +291,6 @@ class SequenceLayout:
         return _coarsen(self, integer("n", n))
 
 
-def _encode(spans_by_shard: Sequence[Spans]) -> Integers:
-    """Returns `SequenceLayout.numbers` as an array."""
-    numbers: list[int] = []
-    for spans in spans_by_shard:
-        numbers += [len(spans), *chain.from_iterable((span.start, span.stop, span.step) for span in spans)]
-    return np.array(numbers, dtype=np.int64)  # not np.fromiter: dynamo traces layouts that are made in a graph
-
-
 def shard_order(layout: SequenceLayout) -> Tensor:
     """Returns the positions of shard 0, shard 1, ..., concatenated: a LongTensor [N] on the CPU."""
     return torch.cat([layout.positions(shard) for shard in range(layout.shards)])
@@ -347,7 +345,8 @@ def attention_balance(
     Raises:
         ValueError: `layout` is not a SequenceLayout; otherwise as `SequenceLayout.balanced`.
     """
-    rows = _slices_by_row(_length_of(layout), causal, window, documents, mask)
+    check_layout(layout)
+    rows = _slices_by_row(layout.length, causal, window, documents, mask)
     ring, runs = RingShares(layout.length, layout.shards, rows), PositionRuns.of_spans(layout.spans_by_shard)
     loads: list[int] = ring.pairs_of_shards(runs)[int(check_bool("of_keys", of_keys))].tolist()
     return max(loads) * layout.shards / sum(loads) if any(loads) else 1.0
@@ -374,7 +373,8 @@ def attention_traffic(
     Raises:
         ValueError: `layout` is not a SequenceLayout; otherwise as `SequenceLayout.balanced`.
     """
-    rows = _slices_by_row(_length_of(layout), causal, window, documents, mask)
+    check_layout(layout)
+    rows = _slices_by_row(layout.length, causal, window, documents, mask)
     rows = [mirror(row) for row in rows] if check_bool("of_queries", of_queries) else rows
     return token_hops(PositionRuns.of_spans(layout.spans_by_shard), layout.shards, rows)
 
@@ -401,11 +401,10 @@ def _slices_by_row(
     return mask.slices(length)
 
 
-def _length_of(layout: object) -> int:
-    """Returns a layout's number of tokens. Raises ValueError if `layout` is something else."""
+def check_layout(layout: object) -> None:
+    """Raises ValueError unless `layout` is a SequenceLayout."""
     if not isinstance(layout, SequenceLayout):
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
-    return layout.length
 
 
 def _check_sizes(length: int, shards: int) -> tuple[int, int]:
@@ -420,15 +419,6 @@ def _check_sizes(length: int, shards: int) -> tuple[int, int]:
     if length > MAX_POSITION:
         raise ValueError(f"a sequence of {length} tokens: positions are counted up to 2^63 - 1; give fewer")
     return length, shards
-
-
-def _list_shards(spans: Iterable[Iterable[range]]) -> list[list[range]]:
-    try:  # `join_spans` checks that the elements are ranges
-        return [list(shard) for shard in spans]
-    except TypeError:
-        raise ValueError(
-            f"spans {spans!r}: give a list of ranges for each shard, [[range(0, 8)], [range(8, 16)]]"
-        ) from None
 
 
 def _token_count(x: Tensor, dim: int) -> int:

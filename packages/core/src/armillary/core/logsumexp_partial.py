@@ -25,11 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from armillary.core import compat
-from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives.all_gather import start_all_gather
-from armillary.core.collectives.autograd import merge
+from armillary.core.collectives.collective import accumulation_dtype
+from armillary.core.collectives.differentiable import merge
+from armillary.core.collectives.gathers import start_all_gather, start_scatter_parts
 from armillary.core.collectives.merge import merge_
-from armillary.core.collectives.reduce_scatter import start_scatter_parts
 from armillary.core.dtensor import (
     check_alike,
     check_kinds,

@@ -38,7 +38,7 @@ from armillary.core import compat
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
 from armillary.core.observe import phase
-from armillary.core.segments import Segmented
+from armillary.core.slices import Segmented
 
 # -- objects that a graph refers to by name or number -----------------------------------------------------------------
 

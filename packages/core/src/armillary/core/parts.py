@@ -6,10 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from armillary.core import compat
-from armillary.core.balancing.search import uncut_spans
+from armillary.core.balance import uncut_spans
 from armillary.core.collectives.all_to_all import PackedHeads, start_head_to_parts, start_packed_to_head
 from armillary.core.collectives.merge import pivot
-from armillary.core.collectives.token_moves import Owners
 from armillary.core.compat import imported_at_first_use
 from armillary.core.files import (
     file_size,
@@ -27,6 +26,7 @@ from armillary.core.files import (
 from armillary.core.gradients import mesh_ranks, parameters_outside_fsdp
 from armillary.core.layout import Side
 from armillary.core.mesh import binds_device, check_axes
+from armillary.core.move_tables import Owners
 from armillary.core.observe import KINDS, NO_SPAN, PHASES, current_label, phase
 from armillary.core.ops import (
     OpArguments,
@@ -41,15 +41,18 @@ from armillary.core.ops import (
     traced_axis,
     unpack,
 )
-from armillary.core.segments import MISSING, misplaced_segment, path_depths, segments_of
 from armillary.core.slices import (
     FAR,
+    MISSING,
     Integers,
     Slices,
     band,
     count_pairs,
     document_slices,
     mask_slices,
+    misplaced_segment,
+    path_depths,
+    segments_of,
     slice_array,
     trim,
     widen,

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.core.accumulate import accumulation_dtype
-from armillary.core.collectives.collective import Collective, pack, start_parts
+from armillary.core.collectives.collective import Collective, accumulation_dtype, pack, start_parts
 from armillary.core.mesh import Axis
 
 

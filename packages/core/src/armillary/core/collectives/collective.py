@@ -1,4 +1,7 @@
-"""A collective in flight, and the all-to-all of parts of any sizes by which most collectives here are implemented."""
+"""A collective in flight, and the all-to-all of parts of any sizes by which most collectives here are implemented.
+
+`accumulation_dtype` is the dtype in which collectives and attention add partial results.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,11 @@ from armillary.core.observe import end_span_on_wait, record
 from armillary.core.validation import check_tensor, integer
 
 R = TypeVar("R")
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype to accumulate results of `dtype` in: float32, or float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from armillary.core import compat
 from armillary.core.mesh import Axis
 from armillary.core.observe import NO_SPAN, Trace, end_span_on_wait, record, span
-from armillary.core.token_ranges import TokenRanges
+from armillary.core.spans import TokenRanges
 
 ALIGNMENT = 16
 """Alignment in bytes that CUDA kernels need at the start of a row."""

@@ -10,34 +10,42 @@ tree, the token before a segment is the last one of its parent. The functions ta
 or, except `halo`, a DTensor that the axis shards into the layout's sizes. They are differentiable. All ranks of the
 axis must call them in the same order, in forward and in backward. If every rank has the tokens that it needs, nothing
 is sent.
+
+Inside `torch.compile` they are ops that move tokens when the graph runs, without a graph break. The tensor of a layout
+or of a mask is an input of the graph, so one graph serves all lengths and masks. Boundaries of documents that are no
+mask are constants of the graph. `halo` is compiled for one mask, which decides how many tensors it returns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from armillary.core import compat
-from armillary.core.collectives.autograd import linear
-from armillary.core.collectives.token_moves import start_move, start_return
+from armillary.core.collectives.differentiable import linear
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
-from armillary.core.neighbours import graphs
-from armillary.core.neighbours.convolution import convolve_runs
-from armillary.core.neighbours.tables import (
+from armillary.core.move_tables import (
     FLAT,
     TokenMove,
-    check_layout,
+    check_shards,
     halo_move,
+    halo_table,
     relayout_move,
     shift_move,
+    start_move,
+    start_return,
     tokens_dim,
 )
-from armillary.core.ops import traced_axis
-from armillary.core.segments import Segmented
+from armillary.core.ops import TracedAxis, define_linear, define_pair, traced_axis
+from armillary.core.slices import Segmented, Segments, check_lookahead, segments_of
 from armillary.core.validation import check_tensor, integer
 
 Documents = Sequence[int] | Sequence[Sequence[int]] | Tensor | None
@@ -65,15 +73,17 @@ def relayout(
     """
     if source.length != target.length:
         raise ValueError(f"source has {source.length} tokens and target {target.length}; both need the same length")
-    if torch.compiler.is_compiling():
-        return graphs.relayout(x, source, target, traced_axis(axis), dim)
-    mesh_axis = Axis.of(axis)
+    traced = torch.compiler.is_compiling()
+    call_axis = traced_axis(axis) if traced else Axis.of(axis)
     for layout in (source, target):
-        check_layout(layout, mesh_axis)
-    if source == target:
+        check_shards(layout, call_axis)
+    if source.text == target.text:
         return x
-    move = relayout_move(mesh_axis, source, target)
-    return _on_local(x, lambda local: _move(local, dim, move), mesh_axis, dim, (source, target))
+    if not isinstance(call_axis, Axis):
+        sizes = target.sizes
+        return _traced_move(x, tokens_dim(x, dim), sizes[call_axis.rank], False, "relayout", call_axis, source, target)
+    move = relayout_move(call_axis, source, target)
+    return _on_local(x, lambda local: _move(local, dim, move), call_axis, dim, (source, target))
 
 
 @compat.dtensors_outside_graphs
@@ -104,7 +114,10 @@ def shift(
     """
     integer("offset", offset)
     if torch.compiler.is_compiling():
-        return graphs.shift(x, layout, traced_axis(axis), offset, documents, fill, dim, mask)
+        traced = traced_axis(axis)
+        check_shards(layout, traced)
+        arguments = "shift", traced, layout, documents, mask, offset, float(fill)
+        return _traced_move(x, tokens_dim(x, dim), layout.sizes[traced.rank], False, *arguments)
     move = shift_move(Axis.of(axis), layout, documents, mask, offset, fill)
     return _on_local(x, lambda local: _move(local, dim, move), move.axis, dim, (layout,))
 
@@ -143,7 +156,7 @@ def halo(
     if compat.is_dtensor(x):
         raise ValueError("x is a DTensor, but runs with halos overlap and have no placement; pass x.to_local()")
     if torch.compiler.is_compiling():
-        return graphs.halo(x, layout, traced_axis(axis), left, right, documents, dim, mask)
+        return _traced_halo(x, layout, traced_axis(axis), left, right, documents, dim, mask)
     move = halo_move(Axis.of(axis), layout, documents, mask, left, right)
     # One exchange returns all runs, one after another, each with its halo.
     if move.rows == 1:
@@ -187,7 +200,10 @@ def short_convolution(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias {tuple(bias.shape)}: one number for each of the {weight.shape[0]} channels is needed")
     if torch.compiler.is_compiling():
-        return graphs.short_convolution(x, weight, layout, traced_axis(axis), bias, documents, mask)
+        traced = traced_axis(axis)
+        check_shards(layout, traced)
+        tensors = [x, weight, bias]
+        return _traced_convolution(tensors, traced, layout, documents, mask, weight.shape[1] - 1, 0)[0]
     # A window of W tokens needs a halo of W - 1 tokens before each run; then the convolution is local.
     move = halo_move(Axis.of(axis), layout, documents, mask, weight.shape[1] - 1, 0)
 
@@ -223,3 +239,123 @@ def _move(x: Tensor, dim: int, move: TokenMove) -> Tensor:
     if dim != FLAT:
         dim = tokens_dim(x, dim)
     return move.by_row(linear(move.tokens(x, dim), start_move, start_return, move.axis, move.table, move.fill), dim)
+
+
+def convolve_runs(runs: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int]) -> Tensor:
+    """Returns the causal depthwise convolution [B, T, C] at the tokens of all runs, without outputs at halo tokens.
+
+    Args:
+        runs: [sum(lengths), B, C], or [sum(lengths), C] with B = 1; each run begins with its W - 1 halo tokens.
+        weight, bias: [C, W] and [C], for C channels and W taps.
+        lengths: number of tokens of each run with its halo.
+    """
+    # One convolution over all runs. Outputs at halo tokens mix two runs, and are dropped.
+    channels = runs.permute(1, 2, 0) if runs.ndim == 3 else runs.T.unsqueeze(0)  # [B, C, sum(lengths)]
+    convolved = F.conv1d(channels, weight.unsqueeze(1), bias, groups=weight.shape[0]).movedim(2, 1)
+    starts, halo = accumulate(lengths, initial=0), weight.shape[1] - 1
+    outputs = torch.cat([torch.arange(a, a + n - halo) for a, n in zip(starts, lengths, strict=False)])
+    return convolved.index_select(1, outputs.to(convolved.device))
+
+
+# -- ops of torch.compile ---------------------------------------------------------------------------------------------
+
+MOVES = {"relayout": relayout_move, "shift": shift_move, "halo": halo_move}
+"""The functions that make a `TokenMove`, by the name that an op takes."""
+
+
+def _run_move(x: Tensor, dim: int, is_flat: bool, name: str, *arguments: Any) -> Tensor:
+    move, dim = MOVES[name](*arguments), FLAT if is_flat else dim
+    return move.by_row(start_move(move.tokens(x, dim), move.axis, move.table, move.fill).wait(), dim)
+
+
+def _run_return(grad: Tensor, dim: int, is_flat: bool, name: str, *arguments: Any) -> Tensor:
+    move, dim = MOVES[name](*arguments), FLAT if is_flat else dim
+    return move.by_row(start_return(move.flat(grad, dim), move.axis, move.table).wait(), dim)
+
+
+_traced_move = define_linear("move_tokens", _run_move, _run_return)
+
+
+def _traced_halo(
+    x: Tensor,
+    layout: SequenceLayout,
+    axis: TracedAxis,
+    left: int,
+    right: int,
+    documents: Any,
+    dim: int,
+    mask: Segmented | None,
+) -> tuple[Tensor, ...]:
+    check_shards(layout, axis)
+    arguments = "halo", axis, layout, documents, mask, left, right
+    # Reading the segments as integers makes them constants of the graph: it is compiled for this mask.
+    segments = [] if mask is None else mask.segments(layout.length)
+    ends = [[index(value) for value in row.ends] for row in segments]
+    parents = [[index(value) for value in row.parents] for row in segments]
+    text = _halo_lengths(layout.text, documents, ends, parents, left, right, axis.rank)
+    rows, *lengths = [int(size) for size in text.split(",")]
+    if rows > 1:
+        runs = _traced_move(x.flatten(0, 1), 0, sum(lengths), True, *arguments)
+        return tuple(run.unsqueeze(0) for run in runs.split(lengths))
+    return _traced_move(x, tokens_dim(x, dim), sum(lengths), False, *arguments).split(lengths, dim)
+
+
+# dynamo cannot trace the tables. It takes the result as a constant, so arguments and result must be plain values.
+@compat.constant_when_traced
+def _halo_lengths(
+    layout_text: str,
+    documents: Any,
+    ends: Sequence[Sequence[int]],
+    parents: Sequence[Sequence[int]],
+    left: int,
+    right: int,
+    rank: int,
+) -> str:
+    """Returns the number of rows with their own segments, then the length of each run with its halo, as text."""
+    layout = SequenceLayout.read(layout_text)
+    rows = tuple(Segments(tuple(a), tuple(b)) for a, b in zip(ends, parents, strict=True))
+    rows = rows or segments_of(layout.length, documents)
+    check_lookahead("right", -right, rows)
+    return ",".join(map(str, (len(rows), *halo_table(layout, rows, left, right, rank)[1])))
+
+
+def _run_convolve(tensors: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+    """Returns the output, and the runs with their halos, flat [tokens, C], which are saved for backward."""
+    # Backward needs the runs with their halos; saving them avoids a second exchange.
+    (x, weight, bias), move = tensors, halo_move(*arguments)
+    runs = start_move(move.tokens(x, 1), move.axis, move.table).wait()
+    return [convolve_runs(runs, weight, bias, move.lengths).view(x.shape), runs.flatten(0, -2)]
+
+
+def _fake_convolve(tensors: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
+    # The number of tokens in halos depends on the mask, which is a tensor without values while a graph is traced.
+    x = tensors[0]
+    return [x.new_empty(x.shape), x.new_empty((torch.library.get_ctx().new_dynamic_size(), x.shape[2]))]
+
+
+def _run_convolve_backward(grads: Sequence[Tensor], saved: Sequence[Tensor | None], *arguments: Any) -> list[Tensor]:
+    """Returns the gradients of x, of weight and, if there is one, of bias."""
+    (dout,), (flat_runs, *parameters), move = grads, saved, halo_move(*arguments)
+    assert flat_runs is not None
+    runs = flat_runs.unflatten(0, (-1, len(dout))) if move.rows == 1 else flat_runs
+    # Recomputes the local convolution under autograd, then returns the gradients of halo tokens to their owners.
+    leaves = [x.detach().requires_grad_() for x in (runs, *parameters) if x is not None]
+    with compat.above_autograd(), torch.enable_grad():
+        runs_leaf, weight_leaf, *bias_leaf = leaves
+        out = convolve_runs(runs_leaf, weight_leaf, bias_leaf[0] if bias_leaf else None, move.lengths)
+        druns, *dparameters = torch.autograd.grad(out, leaves, dout.reshape(out.shape))
+    return [move.by_row(start_return(druns, move.axis, move.table).wait(), 1), *dparameters]
+
+
+def _fake_convolve_backward(grads: Sequence[Tensor], saved: Sequence[Tensor | None], *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (grads[0], *saved[1:]) if x is not None]
+
+
+_traced_convolution = define_pair(
+    "short_convolution",
+    _run_convolve,
+    _run_convolve_backward,
+    _fake_convolve,
+    _fake_convolve_backward,
+    lambda tensors, results: (results[1], *tensors[1:]),
+)
