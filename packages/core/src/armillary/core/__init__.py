@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
-from armillary.core.collectives.collective import Collective, accumulation_dtype
+from armillary.core.collectives.collective import (
+    Collective,
+    accumulation_dtype,
+    start_all_gather,
+    start_head_to_seq,
+    start_reduce_scatter,
+    start_scatter_parts,
+    start_seq_to_head,
+)
 from armillary.core.collectives.differentiable import (
     all_gather,
     all_reduce,
@@ -18,7 +25,6 @@ from armillary.core.collectives.differentiable import (
     seq_to_head,
 )
 from armillary.core.collectives.exchange import Exchange, FlatBuffer, ReceiveBuffers, start_exchange
-from armillary.core.collectives.gathers import start_all_gather, start_reduce_scatter, start_scatter_parts
 from armillary.core.collectives.merge import merge_, start_merge_scatter
 from armillary.core.compat import imported_at_first_use
 from armillary.core.gradients import clip_gradients, sum_gradients

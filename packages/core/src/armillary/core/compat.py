@@ -285,12 +285,14 @@ def guard_dtensors(
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor import _redistribute as redistributing
+    from torch.utils._pytree import tree_leaves
 
     propagator, function = cast(Any, DTensor)._op_dispatcher.sharding_propagator, cast(Any, redistributing).Redistribute
     propagate, forward = propagator.propagate_op_sharding_non_cached, function.forward
 
     def propagate_checked(schema: Any) -> Any:
-        op(schema.op, placements_in((schema.args_schema, schema.kwargs_schema)))
+        specs = tree_leaves((schema.args_schema, schema.kwargs_schema))
+        op(schema.op, [placement for spec in specs for placement in getattr(spec, "placements", ())])
         return propagate(schema)
 
     def forward_checked(ctx: Any, x: DTensor, mesh: DeviceMesh, placements: Sequence[Placement], *options: Any) -> Any:
@@ -302,13 +304,6 @@ def guard_dtensors(
     propagator.propagate_op_sharding_non_cached = propagate_checked
     propagator.propagate_op_sharding = type(propagator.propagate_op_sharding)(propagate_checked)
     function.forward = staticmethod(forward_checked)
-
-
-def placements_in(arguments: object) -> list[Placement]:
-    """Returns the placements of all DTensor specs among an op's arguments."""
-    from torch.utils._pytree import tree_leaves
-
-    return [placement for leaf in tree_leaves(arguments) for placement in getattr(leaf, "placements", ())]
 
 
 # -- FSDP2 and DDP ----------------------------------------------------------------------------------------------------

@@ -32,9 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.core import compat
-from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
+from armillary.core.collectives.collective import (
+    start_all_gather,
+    start_head_to_seq,
+    start_reduce_scatter,
+    start_seq_to_head,
+)
 from armillary.core.collectives.differentiable import check_dims, check_heads, linear
-from armillary.core.collectives.gathers import start_all_gather, start_reduce_scatter
 from armillary.core.layout import SequenceLayout, check_layout, shard_order
 from armillary.core.mesh import Axis
 from armillary.core.observe import phase

@@ -34,7 +34,11 @@ def sum_gradients(model: nn.Module) -> None:
 
     # DDP divides by the number of ranks unless it has a communication hook. So a hook that only all-reduces sums.
     if isinstance(model, DistributedDataParallel):
-        _sum_in_ddp(model)
+        try:
+            model.register_comm_hook(model.process_group, _all_reduce)
+        except RuntimeError as error:
+            message = f"this DDP model already has a communication hook, which does the reduction: {error}"
+            raise ValueError(message) from error
         return
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError("FullyShardedDataParallel (FSDP1) cannot sum gradients: use fully_shard (FSDP2), or DDP")
@@ -124,15 +128,6 @@ def _shard_and_copies(x: Tensor) -> tuple[Tensor, int]:
     mesh = x.device_mesh
     replicas = [mesh.size(i) for i, placement in enumerate(x.placements) if placement.is_replicate()]
     return x.to_local(), prod(replicas) * dist.get_world_size() // mesh.size()
-
-
-def _sum_in_ddp(model: DistributedDataParallel) -> None:
-    try:
-        model.register_comm_hook(model.process_group, _all_reduce)
-    except RuntimeError as error:
-        raise ValueError(
-            f"this DDP model already has a communication hook, which does the reduction: {error}"
-        ) from error
 
 
 def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -51,10 +51,7 @@ class LabelTriples:
         self.positions, self.labels, self.weights = self.host_positions, labels.long()[order], weights.double()[order]
         self.largest = int(self.labels.max()) if len(order) else -1
         """The largest label; -1 without labels."""
-        self._check()
-
-    def _check(self) -> None:
-        if not len(self.host_positions):
+        if not len(order):
             return
         first, last, size = int(self.host_positions[0]), int(self.host_positions[-1]), self.shape[0] * self.shape[1]
         if first < 0 or last >= size:

@@ -124,8 +124,14 @@ class RingShares:
 
     @cached_property
     def ends(self) -> Integers:
-        """Boundaries of documents: [documents + 1]."""
-        return uncut_ends(self.length, self.rows)
+        """Boundaries 0, ..., N of documents: positions on different sides of one do not see each other in any row."""
+        slices = np.concatenate([trim(row) for row in self.rows])
+        starts, stops = np.minimum(slices[:, 0], slices[:, 2]), np.maximum(slices[:, 1], slices[:, 3])
+        order = np.argsort(starts, kind="stable")
+        # A slice that starts at or after `reach`, the largest stop of all slices before it, begins a new run.
+        starts, reach = starts[order], np.maximum.accumulate(np.append(0, stops[order]))
+        free = starts >= reach[:-1]
+        return np.unique(np.concatenate(([0, self.length], starts[free], reach[:-1][free], reach[-1:])))
 
     @cached_property
     def measures(self) -> Floats:
@@ -208,17 +214,6 @@ def _visible_keys(layout: PositionRuns, rows: Sequence[Slices]) -> tuple[Integer
         visible_runs.append(np.stack((owners[run], start, stop))[:, (start < stop) & ~is_local])
     ranks, starts, stops = np.concatenate(visible_runs, axis=1)
     return ranks, starts, stops
-
-
-def uncut_ends(length: int, rows: Sequence[Slices]) -> Integers:
-    """Returns boundaries 0, ..., N. Positions on different sides of a boundary do not see each other in any row."""
-    slices = np.concatenate([trim(row) for row in rows])
-    starts, stops = np.minimum(slices[:, 0], slices[:, 2]), np.maximum(slices[:, 1], slices[:, 3])
-    order = np.argsort(starts, kind="stable")
-    # A slice that starts at or after `reach`, the largest stop of all slices before it, begins a new run.
-    starts, reach = starts[order], np.maximum.accumulate(np.append(0, stops[order]))
-    free = starts >= reach[:-1]
-    return np.unique(np.concatenate(([0, length], starts[free], reach[:-1][free], reach[-1:])))
 
 
 def equal_ends(size: int, chunks: int) -> Integers:

@@ -25,9 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from armillary.core import compat
-from armillary.core.collectives.collective import accumulation_dtype
+from armillary.core.collectives.collective import accumulation_dtype, start_all_gather, start_scatter_parts
 from armillary.core.collectives.differentiable import merge
-from armillary.core.collectives.gathers import start_all_gather, start_scatter_parts
 from armillary.core.collectives.merge import merge_
 from armillary.core.dtensor import (
     check_alike,
@@ -44,6 +43,10 @@ from armillary.core.validation import check_tensor
 PACKED, SEPARATE = "logsumexp of packed (out, lse)", "logsumexp of (out, lse) apart"
 """Names of the reduction, for `Partial.reduce_op`. They must not be names of torch: it lets "sum" pass through many
 ops, and takes placements with equal names for the same one."""
+
+
+FORWARD_ONLY = "requires a gradient, which LogSumExpPartial does not support; merge_scatter(out, lse, axis) does"
+"""End of the error about a tensor that requires a gradient."""
 
 
 class LogSumExpPartial(Partial):
@@ -141,7 +144,7 @@ def pack_partial(out: Tensor, lse: Tensor) -> Tensor:
     for name, x in (("out", out), ("lse", lse)):
         check_tensor(name, x)
         if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} {forward_only()}")
+            raise ValueError(f"{name} {FORWARD_ONLY}")
     if out.ndim < 1 or lse.shape != out.shape[:-1] or not (out.is_floating_point() and lse.is_floating_point()):
         raise ValueError(
             f"out {tuple(out.shape)} in {out.dtype} and lse {tuple(lse.shape)} in {lse.dtype} do not fit together; "
@@ -167,24 +170,12 @@ def merge_parts(parts: Sequence[Tensor]) -> Tensor:
     A row without visible keys does not change the result, even if its out is NaN.
     """
     # A weight of 0 would not suffice, because 0 * NaN is NaN: such rows become out = 0, lse = -inf first.
-    result, *later_parts = (
-        torch.where(partial[..., -1:] == -torch.inf, _empty_row(partial), partial) for partial in parts
-    )
+    empty_row = parts[0].new_zeros(parts[0].shape[-1])
+    empty_row[-1] = -torch.inf
+    result, *later_parts = (torch.where(partial[..., -1:] == -torch.inf, empty_row, partial) for partial in parts)
     for partial in later_parts:
         merge_(result[..., :-1], result[..., -1], partial[..., :-1], partial[..., -1])
     return result
-
-
-def _empty_row(partial: Tensor) -> Tensor:
-    """Returns the packed row of a query without visible keys: out = 0 and lse = -inf."""
-    row = partial.new_zeros(partial.shape[-1])
-    row[-1] = -torch.inf
-    return row
-
-
-def forward_only() -> str:
-    """Returns the end of an error message about a tensor that requires a gradient."""
-    return "requires a gradient, which LogSumExpPartial does not support; merge_scatter(out, lse, axis) does"
 
 
 def check_packed(x: Tensor) -> None:
@@ -211,7 +202,7 @@ def check_redistribution(x: DTensor, target: Sequence[Placement]) -> None:
     if not partials[0].packed:
         raise ValueError(f"{describe(x)} is out or lse alone; merge_scatter(out, lse, axis) merges them")
     if x.requires_grad:
-        raise ValueError(f"{describe(x)} {forward_only()}")
+        raise ValueError(f"{describe(x)} {FORWARD_ONLY}")
     # A shard of the last dim would separate lse from its out.
     if any(getattr(p, "dim", None) == x.ndim - 1 for p in (*x.placements, *target)):
         raise ValueError(

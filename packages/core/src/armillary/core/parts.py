@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from armillary.core import compat
 from armillary.core.balance import uncut_spans
-from armillary.core.collectives.all_to_all import PackedHeads, start_head_to_parts, start_packed_to_head
+from armillary.core.collectives.collective import PackedHeads, start_head_to_parts, start_packed_to_head
 from armillary.core.collectives.merge import pivot
 from armillary.core.compat import imported_at_first_use
 from armillary.core.files import (

@@ -46,18 +46,14 @@ def join_spans(spans: Iterable[range]) -> Spans:
             raise ValueError(f"{span}: positions are counted up to 2^63 - 1")
         # One form for equal positions: the stop is one past the last position, and a single position has step 1.
         span = range(span[0], span[-1] + 1, span.step if len(span) > 1 else 1)
-        if joined_spans and (union := _join(joined_spans[-1], span)) is not None:
-            joined_spans[-1] = union
+        # Joined to the previous span if it continues that one; of a single position either span has the step.
+        previous = joined_spans[-1] if joined_spans else range(0)
+        step = previous.step if len(previous) > 1 else span.step
+        if previous and span.start == previous[-1] + step and (len(span) == 1 or span.step == step):
+            joined_spans[-1] = range(previous.start, span[-1] + 1, step)
         else:
             joined_spans.append(span)
     return tuple(joined_spans)
-
-
-def _join(a: range, b: range) -> range | None:
-    """Returns `a` followed by `b` as one span, or None if they do not form one."""
-    step = a.step if len(a) > 1 else b.step
-    same_step = len(b) == 1 or b.step == step
-    return range(a.start, b[-1] + 1, step) if same_step and b.start == a[-1] + step else None
 
 
 def span_text(span: range) -> str:

@@ -41,9 +41,10 @@ def count(name: str, value: object, minimum: int = 0) -> int:
     Raises:
         ValueError: the value is not an integer from `minimum` to `MAX_COUNT`. Names `name`.
     """
-    if integer(name, value, minimum) > MAX_COUNT:
+    result = integer(name, value, minimum)
+    if result > MAX_COUNT:
         raise ValueError(f"{name}={_format(value)}: at most 2^53 is possible")
-    return integer(name, value)
+    return result
 
 
 def check_bool(name: str, value: object) -> bool:

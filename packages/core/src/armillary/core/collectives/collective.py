@@ -1,12 +1,27 @@
-"""A collective in flight, and the all-to-all of parts of any sizes by which most collectives here are implemented.
+"""Collectives on one axis that return while they are in flight: on local tensors, without autograd.
 
-`accumulation_dtype` is the dtype in which collectives and attention add partial results.
+    start_all_gather       [B, T, ...] -> [B, N, ...]          the tokens of all ranks
+    start_reduce_scatter   [B, N, ...] -> [B, T, ...]          its transpose: this rank's tokens, summed over ranks
+    start_scatter_parts    [B, N, ...] -> C times [B, T, ...]  this rank's tokens from each rank, without the sum
+    start_all_reduce       [...] -> [...]                      the sum over ranks
+    start_seq_to_head      [B, T, H, D] -> [B, N, h, D]        this rank's heads of all tokens
+    start_head_to_seq      [B, N, h, D] -> [B, T, H, D]        its transpose: all heads of this rank's tokens
+
+Each returns a `Collective`, whose `wait` returns the result. Most are an all-to-all of parts of any sizes
+(`start_parts`). So is the reduce-scatter, whose receiver adds: with the backend's we could not choose the order and the
+precision of the sum.
+
+The exchange of tokens for heads is that of DeepSpeed-Ulysses (arXiv 2309.14509, section 3). Each rank works on a range
+of heads. The ranks need not have equally many heads. Ranges may also overlap: if there are fewer key/value heads than
+ranks, several ranks get the same head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -54,6 +69,256 @@ class Collective(Generic[R]):
         return self.assemble()
 
 
+# -- gathers, scatters and sums of tokens -----------------------------------------------------------------------------
+
+
+def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
+    """Starts to gather the tokens of all ranks, in rank order: [B, T, ...] -> [B, sum(sizes), ...].
+
+    Args:
+        x: local tensor; its size on `dim` is `sizes[axis.rank]`. Must not be written to before `wait`.
+        axis: the axis to gather over, of C ranks.
+        sizes: tokens of each rank. Every rank sends max(sizes) tokens; ranks with fewer tokens pad them.
+        dim: dim of the tokens.
+
+    Bytes sent: (C - 1) times the bytes of `x` padded to max(sizes), kind "all_gather".
+    """
+    check_tokens("x", x, dim, sizes[axis.rank], sizes)
+    if axis.size == 1:
+        return Collective(axis, (x,), (), lambda: x)
+    shape = [*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]]
+    if x.shape[dim] == max(sizes):
+        send_buffer = x.contiguous()
+    else:  # pads with uninitialized values, which `assemble` drops
+        send_buffer = x.new_empty(shape)
+        send_buffer.narrow(dim, 0, x.shape[dim]).copy_(x)
+    buffer = x.new_empty((axis.size, *shape))
+    trace_record = record(axis.name, "all_gather", (axis.size - 1) * send_buffer.nbytes, axis.size - 1)
+    work = compat.all_gather_single(buffer.view(-1), send_buffer.view(-1), axis.group)
+
+    def assemble() -> Tensor:
+        # If all dims before the tokens have size 1, and no rank has padding, the buffer is the result already.
+        if prod(shape[:dim]) == 1 and min(sizes) == max(sizes):
+            return buffer.view(*shape[:dim], sum(sizes), *shape[dim + 1 :])
+        return torch.cat([shard.narrow(dim, 0, size) for shard, size in zip(buffer, sizes, strict=True)], dim)
+
+    return Collective(axis, (send_buffer, buffer), end_span_on_wait([work], trace_record), assemble)
+
+
+def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
+    """Starts to sum over all ranks: [B, sum(sizes), ...] on every rank -> [B, T, ...], the sums of this rank's tokens.
+
+    The transpose of `start_all_gather`, with the same `axis`, `sizes` and `dim`. Each rank adds the tokens that it
+    receives in rank order, in float32 or wider, and then rounds once to the dtype of `x`. So every run has the same
+    bits.
+
+    Bytes sent: the other ranks' tokens in `x`, kind "reduce_scatter".
+    """
+    check_tokens("x", x, dim, sum(sizes), sizes)
+    send_buffer, addends, works = start_scatter(x, axis, sizes, dim)
+
+    def assemble() -> Tensor:
+        if axis.size == 1:
+            return x
+        total = addends[0].to(accumulation_dtype(x.dtype), copy=True)
+        # Not one `sum(0)`: from five ranks on, torch's order of addition depends on the shape and on the element's
+        # index, so that the bits of a token would depend on the length of its shard.
+        for addend in addends[1:]:
+            total += addend
+        return total.to(x.dtype)
+
+    return Collective(axis, (send_buffer, *addends), works, assemble)
+
+
+def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[tuple[Tensor, ...]]:
+    """Starts the exchange of `start_reduce_scatter` without the sum.
+
+    The result has one tensor [B, T, ...] from each rank, in rank order: that rank's values for this rank's tokens. For
+    reductions other than sums, such as log-sum-exp. Sends as many bytes as `start_reduce_scatter`.
+    """
+    check_tokens("x", x, dim, sum(sizes), sizes)
+    send_buffer, shards, works = start_scatter(x, axis, sizes, dim)
+    return Collective(axis, (send_buffer, *shards), works, lambda: shards)
+
+
+def start_scatter(
+    x: Tensor, axis: Axis, sizes: Sequence[int], dim: int
+) -> tuple[Tensor, tuple[Tensor, ...], tuple[dist.Work, ...]]:
+    """Starts to send each rank its tokens of `x`. Returns (sent tensor, tokens received from each rank, works)."""
+    if axis.size == 1:
+        return x, (x,), ()
+    outer, inner = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
+    # If all dims before the tokens have size 1, each rank's tokens are contiguous already.
+    values = x.contiguous() if outer == 1 else pack(x.split_with_sizes(list(sizes), dim))
+    shape = (*x.shape[:dim], sizes[axis.rank], *x.shape[dim + 1 :])
+    send, receive = [outer * size * inner for size in sizes], [prod(shape)] * axis.size
+    send_buffer, buffer, works = start_parts(axis, values, send, receive, "reduce_scatter")
+    return send_buffer, buffer.view(axis.size, *shape).unbind(0), works
+
+
+def start_all_reduce(x: Tensor, axis: Axis) -> Collective[Tensor]:
+    """Starts to sum a tensor over all ranks; every rank gets the same bits.
+
+    Args:
+        x: local tensor, of the same shape and dtype on each rank.
+        axis: the axis to sum over, of C ranks.
+
+    Bytes sent: 2 (C - 1) / C times the bytes of `x`, kind "all_reduce", as in a ring: a reduce-scatter of C - 1 steps,
+    then an all-gather of C - 1 steps. Other algorithms of the backend may send other amounts.
+    """
+    check_tensor("x", x)
+    if axis.size == 1:
+        return Collective(axis, (x,), (), lambda: x)
+    total = x.clone(memory_format=torch.contiguous_format)  # torch reduces in place
+    steps = 2 * (axis.size - 1)
+    traced = record(axis.name, "all_reduce", steps * x.nbytes // axis.size, steps)
+    work = dist.all_reduce(total, group=axis.group, async_op=True)
+    assert work is not None
+    return Collective(axis, (total,), end_span_on_wait([work], traced), lambda: total)
+
+
+# -- tokens for heads -------------------------------------------------------------------------------------------------
+
+
+class PackedHeads(NamedTuple):
+    """Heads of this rank's tokens [B, T, H, D], copied in the order in which they are sent.
+
+    The tensor from which they were copied may be freed.
+
+    Args:
+        flat: for rank 0, then rank 1, ..., the heads [B, T, h, D] that the rank works on. On an axis of one rank, the
+            uncopied tensor [B, T, H, D].
+        batch, tokens, dim: B, T, D.
+        counts: h of each rank.
+    """
+
+    flat: Tensor
+    batch: int
+    tokens: int
+    dim: int
+    counts: tuple[int, ...]
+
+    @classmethod
+    def cut(cls, x: Tensor, heads: Sequence[range]) -> PackedHeads:
+        """Copies the heads of `x` [B, T, H, D] in the order of ranks; heads[w] is the range of rank w."""
+        batch, tokens, count, dim = x.shape
+        counts, per_rank = _head_counts(tuple(heads), count)
+        if len(counts) == 1:
+            flat = x
+        elif per_rank:  # one strided copy takes a tenth of the host time of one copy for each rank
+            flat = x.view(batch, tokens, len(counts), per_rank, dim).permute(2, 0, 1, 3, 4)
+            flat = flat.clone(memory_format=torch.contiguous_format)
+        else:
+            flat = pack([x[:, :, head_range.start : head_range.stop] for head_range in heads])
+        return cls(flat, batch, tokens, dim, counts)
+
+
+@lru_cache(maxsize=256)
+def _head_counts(heads: tuple[range, ...], count: int | None = None) -> tuple[tuple[int, ...], int]:
+    """Returns (number of heads of each rank, number per rank if all have equally many).
+
+    The second number is 0 if ranks have different numbers of heads, or if ranges overlap or do not end at `count`.
+
+    Args:
+        count: number of all heads; None if it is unknown.
+    """
+    counts, first = tuple(map(len, heads)), len(heads[0])
+    even = all(head_range == range(rank * first, (rank + 1) * first) for rank, head_range in enumerate(heads))
+    return counts, first if even and count in (None, first * len(heads)) else 0
+
+
+def start_seq_to_head(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> Collective[Tensor]:
+    """Starts the exchange of tokens for heads: [B, T, H, D] -> [B, sum(sizes), h, D], this rank's heads of all tokens.
+
+    Args:
+        x: local tensor with all heads of this rank's tokens; T is `sizes[axis.rank]`.
+        sizes: number of tokens on each rank of the axis. The result has the tokens of rank 0, then of rank 1, ...
+        heads: for each rank the range of heads that it works on; h is `len(heads[axis.rank])`.
+
+    Bytes sent: B T D e for every head of every other rank, kind "all_to_all".
+    """
+    return start_packed_to_head(PackedHeads.cut(x, heads), axis, sizes)
+
+
+def start_packed_to_head(heads: PackedHeads, axis: Axis, sizes: Sequence[int]) -> Collective[Tensor]:
+    """Starts `start_seq_to_head` from heads that are already packed."""
+    flat, batch, tokens, dim, counts = heads
+    if axis.size == 1:
+        return Collective(axis, (flat,), (), lambda: flat)
+    # Rank w gets its heads of our tokens, and we get our heads of its tokens. All counts are of elements.
+    own_heads = counts[axis.rank]
+    elements_per_head, elements_per_token = batch * tokens * dim, batch * own_heads * dim
+    send, receive = [elements_per_head * count for count in counts], [elements_per_token * size for size in sizes]
+    send_buffer, buffer, works = start_parts(axis, flat, send, receive, "all_to_all")
+
+    def assemble() -> Tensor:
+        if batch == 1:  # the tokens of all ranks already lie one after another, in the order of the result
+            return buffer.view(1, sum(sizes), own_heads, dim)
+        received = zip(buffer.split_with_sizes(receive), sizes, strict=True)
+        return torch.cat([values.view(batch, size, own_heads, dim) for values, size in received], dim=1)
+
+    return Collective(axis, (send_buffer,), works, assemble)
+
+
+def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> Collective[Tensor]:
+    """Starts the exchange of heads for tokens: [B, sum(sizes), h, D] -> [B, T, H, D], all heads of this rank's tokens.
+
+    The transpose of `start_seq_to_head`, with the same `axis`, `sizes` and `heads`. A head that several ranks worked on
+    is summed over them in rank order, in float32 or wider.
+
+    Bytes sent: B h D e for every token of every other rank, kind "all_to_all".
+    """
+    exchange = start_head_to_parts(x, axis, sizes, heads)
+    return Collective(axis, exchange.buffers, exchange.works, lambda: _sum_heads(exchange.assemble(), heads))
+
+
+def start_head_to_parts(
+    x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]
+) -> Collective[tuple[Tensor, ...]]:
+    """Starts `start_head_to_seq` without joining the heads: the result is [B, T, h, D] of each rank, in rank order.
+
+    If every rank has one head, the result is instead a single view with all heads, [B, T, H, D].
+    """
+    if axis.size == 1:
+        return Collective(axis, (x,), (), lambda: (x,))
+    batch, _, own_heads, dim = x.shape
+    counts, per_rank = _head_counts(tuple(heads))
+    # With one batch row, the tokens for rank 0, 1, ... lie one after another in x already.
+    send_values = x.contiguous() if batch == 1 else pack(x.split_with_sizes(list(sizes), 1))
+    shape = batch, sizes[axis.rank]
+    send = [batch * own_heads * dim * size for size in sizes]
+    receive = [batch * sizes[axis.rank] * dim * count for count in counts]
+    send_buffer, buffer, works = start_parts(axis, send_values, send, receive, "all_to_all")
+
+    def assemble() -> tuple[Tensor, ...]:
+        if per_rank == 1:  # the dim of ranks is the dim of heads: a permuted view has all heads, without a copy
+            return (buffer.view(len(counts), *shape, dim).permute(1, 2, 0, 3),)
+        if per_rank:
+            return buffer.view(len(counts), *shape, per_rank, dim).unbind(0)
+        received = zip(buffer.split_with_sizes(receive), counts, strict=True)
+        return tuple(values.view(*shape, count, dim) for values, count in received)
+
+    return Collective(axis, (send_buffer,), works, assemble)
+
+
+def _sum_heads(head_parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
+    """Joins the heads of all ranks in head order, and sums a head that several ranks have."""
+    if len(head_parts) == 1:
+        return head_parts[0]
+    count = max(head_range.stop for head_range in heads)
+    if sum(map(len, heads)) == count:  # no head is on two ranks
+        return torch.cat(list(head_parts), dim=2)
+    # Key/value heads on several ranks: their gradients are sums over the ranks that used them.
+    first = head_parts[0]
+    total = first.new_zeros((*first.shape[:2], count, first.shape[3]), dtype=accumulation_dtype(first.dtype))
+    for part, rank_heads in zip(head_parts, heads, strict=True):
+        total[:, :, rank_heads.start : rank_heads.stop] += part
+    return total.to(first.dtype)
+
+
+# -- all-to-all of parts ----------------------------------------------------------------------------------------------
+
+
 class PartsInFlight(NamedTuple):
     """An all-to-all in flight: the sent tensor, the flat buffer that receives parts in rank order, and the works."""
 
@@ -86,6 +351,9 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
     for target, tensor in zip(flat.split(sizes), parts, strict=True):
         target.view(tensor.shape).copy_(tensor)
     return flat
+
+
+# -- checks -----------------------------------------------------------------------------------------------------------
 
 
 def tokens_on(x: Tensor, dim: int) -> int:

@@ -42,9 +42,16 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import compat
-from armillary.core.collectives.all_to_all import start_head_to_seq, start_seq_to_head
-from armillary.core.collectives.collective import Collective, check_tokens, tokens_on
-from armillary.core.collectives.gathers import start_all_gather, start_all_reduce, start_reduce_scatter
+from armillary.core.collectives.collective import (
+    Collective,
+    check_tokens,
+    start_all_gather,
+    start_all_reduce,
+    start_head_to_seq,
+    start_reduce_scatter,
+    start_seq_to_head,
+    tokens_on,
+)
 from armillary.core.collectives.merge import check_partial, pivot, start_merge_scatter
 from armillary.core.mesh import Axis
 from armillary.core.observe import phase

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from armillary.core import compat
-from armillary.core.collectives.collective import Collective, accumulation_dtype, check_tokens
-from armillary.core.collectives.gathers import start_scatter
+from armillary.core.collectives.collective import Collective, accumulation_dtype, check_tokens, start_scatter
 from armillary.core.mesh import Axis
 
 MAX_DIMS = 4

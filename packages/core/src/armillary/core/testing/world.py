@@ -176,7 +176,15 @@ class World:
             if pid is not None and self._ranks[rank][0].is_alive():
                 os.kill(pid, STACKS)
         time.sleep(0.3 if ranks else 0)  # the signal handler of each rank writes its stack to a file
-        return {rank: _innermost_frames(stack_file(self._folder, rank)) for rank in ranks}
+        innermost: dict[int, str] = {}
+        for rank in ranks:
+            # The 4 innermost frames outside torch and multiprocessing, innermost first, from faulthandler's dump.
+            stack = stack_file(self._folder, rank)
+            frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.read_text() if stack.exists() else "")
+            own_frames = [f for f in frames if not {"torch", "multiprocessing"} & set(Path(f[0]).parts)]
+            shown = [f"{name} ({Path(file).name}:{line})" for file, line, name in own_frames[:4]]
+            innermost[rank] = " < ".join(shown) or "no Python frame that could be read"
+        return innermost
 
 
 class Worlds:
@@ -201,14 +209,6 @@ class Worlds:
         """Ends the ranks of all worlds."""
         for world in self._worlds.values():
             world.close()
-
-
-def _innermost_frames(stack: Path) -> str:
-    """Returns the 4 innermost frames outside torch and multiprocessing, innermost first, from a faulthandler dump."""
-    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', stack.read_text() if stack.exists() else "")
-    own_frames = [f for f in frames if not {"torch", "multiprocessing"} & set(Path(f[0]).parts)]
-    shown = [f"{name} ({Path(file).name}:{line})" for file, line, name in own_frames[:4]]
-    return " < ".join(shown) or "no Python frame that could be read"
 
 
 # -- one rank of a world ----------------------------------------------------------------------------------------------
