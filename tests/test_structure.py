@@ -22,7 +22,7 @@ READS = re.compile(r"\.(read_text|read_bytes)\(|\.open\(('rb?')?\)|(?<![\w.])ope
 
 OTHER_FILES = {
     "core.files": "the functions that all others use",
-    "core.gloo_threads": "/proc",
+    "core.mesh": "/proc",
     "core.testing.world": "a file of the same test",
     "train.generate.command": "a prompt, which may be a pipe",
 }

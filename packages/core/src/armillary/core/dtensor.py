@@ -33,12 +33,14 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from armillary.core import compat
 from armillary.core.collectives.collective import (
+    check_dims,
+    check_heads,
+    linear,
     start_all_gather,
     start_head_to_seq,
     start_reduce_scatter,
     start_seq_to_head,
 )
-from armillary.core.collectives.differentiable import check_dims, check_heads, linear
 from armillary.core.layout import SequenceLayout, check_layout, shard_order
 from armillary.core.mesh import Axis
 from armillary.core.observe import phase

@@ -26,8 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from armillary.core import compat
 from armillary.core.collectives.collective import accumulation_dtype, start_all_gather, start_scatter_parts
-from armillary.core.collectives.differentiable import merge
-from armillary.core.collectives.merge import merge_
+from armillary.core.collectives.merge import merge, merge_
 from armillary.core.dtensor import (
     check_alike,
     check_kinds,

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from armillary.core import compat
-from armillary.core.collectives.differentiable import linear
+from armillary.core.collectives.collective import linear
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
 from armillary.core.move_tables import (

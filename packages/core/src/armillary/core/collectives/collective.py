@@ -1,4 +1,4 @@
-"""Collectives on one axis that return while they are in flight: on local tensors, without autograd.
+"""Collectives on one axis that return while they are in flight: on local tensors, without a gradient.
 
     start_all_gather       [B, T, ...] -> [B, N, ...]          the tokens of all ranks
     start_reduce_scatter   [B, N, ...] -> [B, T, ...]          its transpose: this rank's tokens, summed over ranks
@@ -7,9 +7,9 @@
     start_seq_to_head      [B, T, H, D] -> [B, N, h, D]        this rank's heads of all tokens
     start_head_to_seq      [B, N, h, D] -> [B, T, H, D]        its transpose: all heads of this rank's tokens
 
-Each returns a `Collective`, whose `wait` returns the result. Most are an all-to-all of parts of any sizes
-(`start_parts`). So is the reduce-scatter, whose receiver adds: with the backend's we could not choose the order and the
-precision of the sum.
+Each returns a `Collective`, whose `wait` returns the result; `linear` waits, and gives the result a gradient. Most are
+an all-to-all of parts of any sizes (`start_parts`). So is the reduce-scatter, whose receiver adds: with the backend's
+we could not choose the order and the precision of the sum.
 
 The exchange of tokens for heads is that of DeepSpeed-Ulysses (arXiv 2309.14509, section 3). Each rank works on a range
 of heads. The ranks need not have equally many heads. Ranges may also overlap: if there are fewer key/value heads than
@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torch import Tensor
 from armillary.core import compat
 from armillary.core.collectives.exchange import finish
 from armillary.core.mesh import Axis
-from armillary.core.observe import end_span_on_wait, record
+from armillary.core.observe import end_span_on_wait, phase, record
 from armillary.core.validation import check_tensor, integer
 
 R = TypeVar("R")
@@ -316,6 +317,31 @@ def _sum_heads(head_parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
     return total.to(first.dtype)
 
 
+# -- the gradient of a collective -------------------------------------------------------------------------------------
+
+Start = Callable[..., Collective[Tensor]]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear collective, whose backward is the adjoint collective, whose backward is the collective again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
+        ctx.call = adjoint, start, *call
+        return start(x, *call).wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Calls `linear`, so that the gradient is differentiable too.
+        with phase("backward"):
+            return linear(grads[0], *ctx.call), *[None] * len(ctx.call)
+
+
+def linear(x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
+    """Returns `start(x, *call).wait()`, differentiable; `adjoint(grad, *call)` starts the collective of backward."""
+    return cast(Tensor, _Linear.apply(x, start, adjoint, *call))
+
+
 # -- all-to-all of parts ----------------------------------------------------------------------------------------------
 
 
@@ -368,3 +394,30 @@ def check_tokens(name: str, x: Tensor, dim: int, tokens: int, sizes: Sequence[in
     """Raises ValueError unless `x` has `tokens` tokens on `dim`. `name` and `sizes` are for the message."""
     if tokens_on(x, dim) != tokens:
         raise ValueError(f"{name} {tuple(x.shape)} must have {tokens} tokens on dim {dim}: sizes are {tuple(sizes)}")
+
+
+def check_dims(x: Tensor) -> None:
+    """Raises ValueError unless `x` is a tensor of 4 dims."""
+    check_tensor("x", x)
+    if x.ndim != 4:
+        raise ValueError(f"x {tuple(x.shape)} needs 4 dims, [batch, tokens, heads, head dim]")
+
+
+def check_heads(heads: Sequence[range], axis: Axis, count: int | None) -> None:
+    """Raises ValueError unless `heads` has one range for each rank, in order and without gaps, from 0 on.
+
+    Args:
+        count: number of heads at which the last range must end; None if it is unknown.
+    """
+    requirement = f"one range for each of the {axis.size} ranks of axis {axis.name!r}"
+    if len(heads) != axis.size or not all(isinstance(head_range, range) for head_range in heads):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"heads {list(heads)}: {requirement} is needed")
+    in_order = all(a.start <= b.start <= a.stop <= b.stop for a, b in pairwise(heads))
+    if (
+        not in_order
+        or heads[0].start != 0
+        or any(head_range.step != 1 or head_range.stop < head_range.start for head_range in heads)
+    ):
+        raise ValueError(f"heads {list(heads)}: {requirement}, from 0 on, in order and without gaps, is needed")
+    if count is not None and heads[-1].stop != count:
+        raise ValueError(f"heads {list(heads)} end at {heads[-1].stop}; there are {count} heads")

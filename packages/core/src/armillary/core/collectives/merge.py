@@ -1,18 +1,27 @@
-"""The log-sum-exp merge of attention over disjoint keys: locally, and over the ranks of an axis."""
+"""The log-sum-exp merge of attention over disjoint keys: locally, and over the ranks of an axis, with its gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
+from typing import Any, cast
 from warnings import warn
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from armillary.core import compat
-from armillary.core.collectives.collective import Collective, accumulation_dtype, check_tokens, start_scatter
+from armillary.core.collectives.collective import (
+    Collective,
+    accumulation_dtype,
+    check_tokens,
+    start_all_gather,
+    start_scatter,
+)
 from armillary.core.mesh import Axis
+from armillary.core.observe import phase
 
 MAX_DIMS = 4
 """Largest number of dims of `out` in the fused kernel: [B, T, H, Dv]."""
@@ -124,6 +133,52 @@ def merge_by_ops_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) 
     weight = (part_lse - lse).sigmoid_().nan_to_num_(0.0)
     torch.logaddexp(lse, part_lse, out=lse)
     out.lerp_(part_out.to(out.dtype), weight.unsqueeze(-1))
+
+
+# -- the gradient of the merge over ranks -----------------------------------------------------------------------------
+
+
+class _MergeScatter(torch.autograd.Function):
+    """The merge of attention over the keys of all ranks (step 4 of WallFacer), with its gradient.
+
+    out and lse are the merged result, out_r and lse_r the attention over the keys of rank r, w_r = exp(lse_r - lse) its
+    weight, and a . b the dot product over the head dim. The gradients of rank r are
+
+        d(out_r) = w_r d(out)
+        d(lse_r) = w_r (d(out) . out_r + d(lse) - d(out) . out)
+
+    Each rank has d(out), d(lse), out and lse of its own tokens only, and needs d(out), lse and d(lse) - d(out) . out of
+    all tokens. So backward gathers d(out), and the two numbers per row.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, axis: Axis, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        merged_out, merged_lse = start_merge_scatter(out, lse, axis, sizes).wait()
+        ctx.call = axis, sizes
+        ctx.save_for_backward(out, lse, merged_out, merged_lse)
+        return merged_out, merged_lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (dout, dlse), (out, lse, merged_out, merged_lse), (axis, sizes) = grads, ctx.saved_tensors, ctx.call
+        # The two numbers per row: lse, and d(lse) - d(out) . out.
+        rows = torch.stack([merged_lse, dlse - (dout.to(lse.dtype) * merged_out).sum(-1)], dim=-1)
+        with phase("backward"):  # both gathers are in flight together
+            gathers = start_all_gather(dout, axis, sizes), start_all_gather(rows, axis, sizes)
+        dout, rows = gathers[0].wait(), gathers[1].wait()
+        # w_r of every row; 0 for rows without visible keys.
+        weight = (lse - pivot(rows[..., 0])).exp()
+        dlse = weight * ((dout.to(lse.dtype) * out).sum(-1) + rows[..., 1])
+        return (weight.unsqueeze(-1) * dout).to(out.dtype), dlse, None, None
+
+
+def merge(out: Tensor, lse: Tensor, axis: Axis, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Returns `start_merge_scatter(...).wait()`, differentiable."""
+    if axis.size == 1:
+        check_partial(out, lse, sizes)
+        return out, lse
+    return cast(tuple[Tensor, Tensor], _MergeScatter.apply(out, lse, axis, tuple(sizes)))
 
 
 def check_partial(out: Tensor, lse: Tensor, sizes: Sequence[int]) -> None:
