@@ -357,21 +357,19 @@ def rendezvous(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> 
         TimeoutError: not all ranks arrived within `timeout`. On rank 0 the message has the missing ranks.
     """
     end, token = time.monotonic() + timeout.total_seconds(), token_hex(8)
-    name = _gather(store, token, ranks, end, timeout) if rank == 0 else _answer(store, token, rank, end, timeout)
-    return dist.PrefixStore(name, store)
-
-
-def _gather(store: dist.Store, name: str, ranks: int, end: float, timeout: timedelta) -> str:
-    """Steps 1 and 3, on rank 0. Returns `name`, the name of the start."""
+    if rank > 0:
+        return dist.PrefixStore(_answer(store, token, rank, end, timeout), store)
+    # Step 1, on rank 0.
+    name = token
     store.set("start", name)
-    # Answers to earlier starts have other names in their keys, so only ranks of this start are counted.
+    # Step 3. Answers to earlier starts have other names in their keys, so only ranks of this start are counted.
     missing_ranks = list(range(1, ranks))
     while missing_ranks := [rank for rank in missing_ranks if not store.check([f"{name}/{rank}"])]:
         if time.monotonic() > end:
             raise TimeoutError(f"ranks {missing_ranks} of {ranks} did not arrive within {timeout}")
         time.sleep(STORE_POLL)
     store.set(f"{name}/all", " ".join(store.get(f"{name}/{rank}").decode() for rank in range(1, ranks)))
-    return name
+    return dist.PrefixStore(name, store)
 
 
 def _answer(store: dist.Store, token: str, rank: int, end: float, timeout: timedelta) -> str:

@@ -342,8 +342,9 @@ def _start(
 ) -> Collective[Tensor]:
     """Starts an all-to-all of send[w] tokens to rank w. `assemble` makes the result from the flat receive buffer."""
     size = prod(values.shape[1:])  # elements of a token
-    exchange = start_parts(axis, values, [n * size for n in send], [n * size for n in receive], "all_to_all")
-    return Collective(axis, (exchange.send_buffer,), exchange.works, lambda: assemble(exchange.receive_buffer))
+    send_sizes, receive_sizes = [n * size for n in send], [n * size for n in receive]
+    send_buffer, buffer, works = start_parts(axis, values, send_sizes, receive_sizes, "all_to_all")
+    return Collective(axis, (send_buffer,), works, lambda: assemble(buffer))
 
 
 @lru_cache(maxsize=64)  # a copy to the GPU at each call would make the host wait for the GPU

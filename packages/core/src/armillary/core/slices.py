@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.core.validation import Window, boundaries_of, check_bool, documents_of, window_of
+from armillary.core.validation import Window, check_bool, document_rows, window_of
 
 FAR = 2**62
 """Larger than the distance of any two positions."""
@@ -84,11 +84,7 @@ def mask_slices(
         ValueError: documents that fall or are not from 0 to `length`, an invalid window, or `causal` is not a bool.
     """
     low, high = band(check_bool("causal", causal), window_of(window))
-    rows = documents_of(documents, length)
-    if rows is None:
-        return [document_slices((0, length), low, high)]
-    per_row = rows if isinstance(rows[0], tuple) else (rows,)
-    return [document_slices(boundaries_of(row), low, high) for row in per_row]
+    return [document_slices(row, low, high) for row in document_rows(documents, length)]
 
 
 def band(causal: bool, window: Window | None) -> Window:
@@ -339,8 +335,4 @@ def segments_of(length: int, documents: object = None, mask: Segmented | None = 
         if not hasattr(mask, "segments"):
             raise ValueError(f"mask is a {type(mask).__name__}; an attention mask of documents or a tree is accepted")
         return tuple(mask.segments(length))
-    ends = documents_of(documents, length)
-    if ends is None:
-        return (Segments.documents((0, length)),)
-    rows = ends if isinstance(ends[0], tuple) else (ends,)
-    return tuple(Segments.documents(row) for row in rows)  # pyright: ignore[reportArgumentType]
+    return tuple(Segments.documents(row) for row in document_rows(documents, length))

@@ -153,6 +153,18 @@ def documents_of(documents: object, length: int | None = None) -> Boundaries | t
     return tuple(boundaries_of(row, length, repeats=padded) for row, padded in zip(rows, padded_rows, strict=True))
 
 
+def document_rows(documents: object, length: int) -> tuple[Boundaries, ...]:
+    """Returns the boundaries of each row, or a single entry that holds for all rows; without documents 0 and `length`.
+
+    Raises:
+        ValueError: as `documents_of`.
+    """
+    rows = documents_of(documents, length)
+    if rows is None:
+        return ((0, length),)
+    return tuple(row for row in rows if isinstance(row, tuple)) or (cast(Boundaries, rows),)
+
+
 def boundaries_of(ends: object, length: int | None = None, *, repeats: bool = False) -> Boundaries:
     """Returns the boundaries of one row.
 

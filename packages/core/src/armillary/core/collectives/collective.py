@@ -345,16 +345,12 @@ def linear(x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
 # -- all-to-all of parts ----------------------------------------------------------------------------------------------
 
 
-class PartsInFlight(NamedTuple):
-    """An all-to-all in flight: the sent tensor, the flat buffer that receives parts in rank order, and the works."""
-
-    send_buffer: Tensor
-    receive_buffer: Tensor
-    works: tuple[dist.Work, ...]
-
-
-def start_parts(axis: Axis, values: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> PartsInFlight:
+def start_parts(
+    axis: Axis, values: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
+) -> tuple[Tensor, Tensor, tuple[dist.Work, ...]]:
     """Starts an all-to-all that sends send[w] elements to rank w of the axis and receives receive[w] elements from it.
+
+    Returns (sent tensor, flat buffer that receives the parts in rank order, works).
 
     Args:
         values: contiguous tensor of the parts for rank 0, 1, ..., one after another, as `pack` returns them.
@@ -364,7 +360,7 @@ def start_parts(axis: Axis, values: Tensor, send: Sequence[int], receive: Sequen
     messages = len(send) - send.count(0) - (own_count > 0)
     trace_record = record(axis.name, kind, values.nbytes - own_count * values.itemsize, messages)
     works = (compat.all_to_all_single(buffer, values.view(-1), receive, send, axis.group),)
-    return PartsInFlight(values, buffer, works if trace_record is None else end_span_on_wait(works, trace_record))
+    return values, buffer, works if trace_record is None else end_span_on_wait(works, trace_record)
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:

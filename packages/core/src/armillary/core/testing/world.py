@@ -70,7 +70,7 @@ class World:
     Args:
         size: number of ranks.
         timeout: seconds for one `run`, and for each collective.
-        backend: "gloo", or "staged" for ranks that share one GPU (`testing.staged`).
+        backend: "gloo", or "staged" for ranks that share one GPU (`testing.groups`).
     """
 
     def __init__(self, size: int, timeout: float = 300.0, backend: str = "gloo") -> None:
