@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from armillary.attention.mask.layouts import layout_of
+from armillary.attention.mask import layout_of
 from armillary.core.parts import dtensor
 from conformance.case import EVERYTHING, GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, SINKS, Case
 from conformance.compositions import METHODS, Composition, compositions

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Ring
-from armillary.attention.kernels.efficiency import SM_MARGIN
+from armillary.attention.kernels.choice import SM_MARGIN
 from armillary.attention.parts import MULTIPROCESSORS, FlashAttn3, Kernel
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import RingTopology

@@ -31,8 +31,7 @@ from mask_cells import Shares, shares_of
 from mask_picture import draw_mask
 
 from armillary.attention import AttentionMask, Slice
-from armillary.attention.mask import Blocks, SliceList, Tree
-from armillary.attention.mask.layouts import layout_of
+from armillary.attention.mask import Blocks, SliceList, Tree, layout_of
 from armillary.attention.plans import MethodOptions
 from armillary.core import SequenceLayout
 from armillary.core.parts import writing

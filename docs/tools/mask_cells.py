@@ -18,7 +18,7 @@ from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.planning.comm_plan import JoinedShards
 from armillary.attention.plans import MethodOptions, named_method
 from armillary.attention.registry import DEFAULT_OPTIONS
-from armillary.attention.tiling.spans import SpanTable, pair_counts, tile_array
+from armillary.attention.tiling.tiles import SpanTable, pair_counts, tile_array
 from armillary.core import SequenceLayout
 from armillary.core.parts import Integers, Slices, widen
 

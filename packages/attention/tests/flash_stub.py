@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from armillary.attention.kernels import Dense, Scores, cuda_flash, cudnn, efficient
-from armillary.attention.kernels.installed import module_exists
+from armillary.attention.kernels import Dense, Scores, cudnn, flash, top_left
+from armillary.attention.kernels.inputs import module_exists
 
 calls: list[str] = []
 
@@ -229,7 +229,7 @@ def cudnn_forward(query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.
     assert attn_bias is None and compute_log_sumexp and not (dropout_p or return_debug_mask)
     assert 1 not in (query.shape[2], key.shape[2]), "cuDNN supports neither one query nor one key"
     readable(query, key, value)
-    out, lse = Dense().forward(*(x.transpose(1, 2) for x in (query, key, value)), top_left(is_causal), Scores(scale))
+    out, lse = Dense().forward(*(x.transpose(1, 2) for x in (query, key, value)), causal_band(is_causal), Scores(scale))
     state = torch.empty((), dtype=torch.long)
     lse = lse.transpose(1, 2).contiguous().unsqueeze(-1)
     return out.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], state, state, None
@@ -244,7 +244,7 @@ def cudnn_backward(grad_out, query, key, value, out, logsumexp, philox_seed, phi
     assert logsumexp.shape == (*query.shape[:3], 1) and logsumexp.is_contiguous() and philox_offset.dtype == torch.long
     assert grad_out.transpose(1, 2).is_contiguous() and out.transpose(1, 2).is_contiguous()
     tensors = (x.transpose(1, 2) for x in (grad_out, query, key, value, out, logsumexp.squeeze(-1)))
-    grads = Dense().backward(*tensors, top_left(is_causal), Scores(scale))
+    grads = Dense().backward(*tensors, causal_band(is_causal), Scores(scale))
     return tuple(x.transpose(1, 2).to(query.dtype) for x in grads)
 
 
@@ -257,7 +257,7 @@ def cudnn_packed_forward(query, key, value, attn_bias, cum_seq_q, cum_seq_k, max
     readable(query, key, value)
     outs, lses = [], []
     for a, b in _sequences(query, key, cum_seq_q, cum_seq_k):
-        out, lse = Dense().forward(query[a][None], key[b][None], value[b][None], top_left(is_causal), Scores(scale))
+        out, lse = Dense().forward(query[a][None], key[b][None], value[b][None], causal_band(is_causal), Scores(scale))
         outs.append(out[0])
         lses.append(lse[0].mT)
     state = torch.empty((), dtype=torch.long)
@@ -272,7 +272,7 @@ def cudnn_packed_backward(grad_out, query, key, value, out, logsumexp, philox_se
     into = tuple(torch.full_like(x, torch.nan) for x in (query, key, value))
     for a, b in _sequences(query, key, cum_seq_q, cum_seq_k):
         parts = ((grad_out, a), (query, a), (key, b), (value, b), (out, a), (logsumexp.mT, a))
-        grads = Dense().backward(*(x[part][None] for x, part in parts), top_left(is_causal), Scores(scale))
+        grads = Dense().backward(*(x[part][None] for x, part in parts), causal_band(is_causal), Scores(scale))
         for x, part, grad in zip(into, (a, b, b), grads, strict=True):
             x[part] = grad[0]
     return into
@@ -287,7 +287,7 @@ def efficient_forward(query, key, value, bias, cu_seqlens_q, cu_seqlens_k, max_s
     assert compute_log_sumexp and not dropout_p and custom_mask_type in (0, 1)
     assert query.shape[2] == key.shape[2] == value.shape[2], "heads are not shared"
     readable(query, key, value)
-    out, lse = Dense().forward(query, key, value, top_left(custom_mask_type == 1), Scores(scale))
+    out, lse = Dense().forward(query, key, value, causal_band(custom_mask_type == 1), Scores(scale))
     rows = -(-query.shape[1] // 32) * 32
     padded = torch.full((len(query), query.shape[2], rows), torch.inf, dtype=lse.dtype)
     padded[..., : query.shape[1]] = lse.transpose(1, 2)
@@ -308,11 +308,11 @@ def efficient_backward(grad_out_, query, key, value, bias, out, cu_seqlens_q, cu
     assert logsumexp.shape == (len(query), query.shape[2], rows) and logsumexp.is_contiguous()
     assert logsumexp[..., query.shape[1] :].isposinf().all() and out.is_contiguous()
     lse = logsumexp[..., : query.shape[1]].transpose(1, 2)
-    band, tensors = top_left(custom_mask_type == 1), (grad_out_, query, key, value, out, lse)
+    band, tensors = causal_band(custom_mask_type == 1), (grad_out_, query, key, value, out, lse)
     return *(x.to(query.dtype) for x in Dense().backward(*tensors, band, Scores(scale))), None
 
 
-def top_left(causal):
+def causal_band(causal):
     return None, 0 if causal else None
 # fmt: on
 
@@ -394,8 +394,8 @@ def none_loaded(patch: pytest.MonkeyPatch) -> None:
 
 
 OPS = {
-    cuda_flash: {"_forward": aten_forward, "_backward": aten_backward},
-    efficient: {"_forward": efficient_forward, "_backward": efficient_backward},
+    flash: {"_torch_forward": aten_forward, "_torch_backward": aten_backward},
+    top_left: {"_efficient_forward": efficient_forward, "_efficient_backward": efficient_backward},
     cudnn: {
         "_forward": cudnn_forward,
         "_backward": cudnn_backward,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.mask.layouts import layout_of
+from armillary.attention.mask import layout_of
 from armillary.attention.methods.teams import Teams, fitting_teams
 from armillary.attention.planning.ring import TokenRingPlan
 from armillary.attention.plans import MethodOptions, named_method

@@ -23,8 +23,19 @@ from armillary.attention import (
     WallFacer,
     reference_attention,
 )
-from armillary.attention.kernels import CpuFlash, CudaFlash, Dense, FlashAttn2, FlashAttn4, Scores, contiguous_rows
+from armillary.attention.kernels import (
+    CpuFlash,
+    CudaFlash,
+    Dense,
+    FlashAttn2,
+    FlashAttn4,
+    Scores,
+    contiguous_rows,
+    top_left,
+)
 from armillary.attention.parts import FlashAttn3
+from armillary.attention.tiling.block import BlockAttention
+from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 
@@ -135,16 +146,15 @@ def test_kernels_get_contiguous_rows(monkeypatch, kernel, kind):
         return tuple(torch.empty(x.shape) for x in tensors[1:4])
 
     if isinstance(kernel, CpuFlash):
-        import armillary.attention.kernels.cpu_flash as module
-
-        monkeypatch.setattr(module, "_forward", lambda q, k, v, *_, **__: forward(q, k, v))
-        monkeypatch.setattr(module, "_backward", lambda *tensors, **_: backward(tensors))
+        monkeypatch.setattr(top_left, "_cpu_forward", lambda q, k, v, *_, **__: forward(q, k, v))
+        monkeypatch.setattr(top_left, "_cpu_backward", lambda *tensors, **_: backward(tensors))
     else:
         monkeypatch.setattr(type(kernel), "call_forward", lambda self, *arguments: forward(*arguments))
         monkeypatch.setattr(type(kernel), "call_backward", lambda self, *arguments: backward(*arguments))
     q, k, v, dout = ({**ORDERS, **SAME}[kind](x) for x in random_inputs(torch.float32))
-    kernel.forward(q, k, v, (None, 0), Scores(0.3))
-    kernel.backward(dout, q, k, v, dout, torch.zeros(2, N, HEADS), (None, 0), Scores(0.3))
+    block = BlockAttention(0, 0, kernel, Scores(0.3), 1, ((EVERYTHING, EVERYTHING, (None, 0)),))
+    block.forward(q, k, v, Merge.of(q, v))
+    block.backward(dout, q, k, v, dout, torch.zeros(2, N, HEADS), *map(Sum.like, (q, k, v)))
     assert len(kernel_inputs) == 8
     multiple = 1 if isinstance(kernel, CpuFlash) else 8
     assert all(x.stride(-1) == 1 and min(x.stride()[:-1]) >= DIM for x in kernel_inputs)

@@ -26,19 +26,17 @@ from armillary.attention.kernels import (
     FlashAttn2,
     FlashAttn4,
     Scores,
-    cuda_flash,
     cudnn,
-    efficient,
+    flash,
+    top_left,
 )
-from armillary.attention.kernels.installed import module_exists, parameters
-from armillary.attention.kernels.packing import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, Sequences
-from armillary.attention.kernels.tile import Tile
+from armillary.attention.kernels.flash import parameters, window_of
+from armillary.attention.kernels.inputs import module_exists
+from armillary.attention.kernels.kernel import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, Sequences, Tile
 from armillary.attention.kernels.top_left import TopLeft
-from armillary.attention.kernels.windows import window_of
 from armillary.attention.parts import AttentionOptions, Flash, FlashAttn3, Inputs, check_call, choose_kernel
-from armillary.attention.tiling.block import BlockAttention
+from armillary.attention.tiling.block import BlockAttention, Shards, SingleCall, pack_calls
 from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum, TilePart
-from armillary.attention.tiling.packs import Shards, SingleCall, pack_calls
 from armillary.core import SequenceLayout
 
 FLASH = (CudaFlash(), FlashAttn2(), FlashAttn3(), FlashAttn4())
@@ -394,15 +392,21 @@ def asserting_contiguous_rows(op):
     return call
 
 
-TORCHS = {CudaFlash(): cuda_flash, Cudnn(): cudnn, Efficient(): efficient}
+TORCHS = {
+    CudaFlash(): (flash, ("_torch_forward", "_torch_backward")),
+    Cudnn(): (cudnn, ("_forward", "_backward")),
+    Efficient(): (top_left, ("_efficient_forward", "_efficient_backward")),
+}
+"""The module that calls torch's ops, and their names there."""
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("kernel", "pieces"), [(CudaFlash(), 1), (CudaFlash(), 3), (Cudnn(), 1), (Efficient(), 1)])
 def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces, order):
     monkeypatch.undo()  # on meta tensors the real ops check their arguments and return shapes
-    for name in ("_forward", "_backward"):
-        monkeypatch.setattr(TORCHS[kernel], name, asserting_contiguous_rows(getattr(TORCHS[kernel], name)))
+    module, names = TORCHS[kernel]
+    for name in names:
+        monkeypatch.setattr(module, name, asserting_contiguous_rows(getattr(module, name)))
     q, k, v, dout = (ORDERS[order](*shape) for shape in [(2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), (2, 6, 4, 8)])
     band, sequences = (None, -1), Sequences((6,) * 2 * pieces, (5,) * 2 * pieces, (None, -1))
 

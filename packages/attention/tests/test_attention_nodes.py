@@ -23,8 +23,7 @@ from armillary.attention import (
 )
 from armillary.attention.plans import named_method
 from armillary.attention.rotation.nodes import NodeRings
-from armillary.attention.tiling.grid import Grid
-from armillary.attention.tiling.partial_layout import PartialLayout
+from armillary.attention.tiling.grid import Grid, PartialLayout
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
 from conformance import Case, cases, check

@@ -22,14 +22,23 @@ from armillary.attention.context_parallel.registries import Registries, ShardedI
 from armillary.attention.context_parallel.rows import IGNORED, documents_of_positions
 from armillary.attention.context_parallel.sdpa import Routing, in_backward, unbound
 from armillary.attention.context_parallel.sequence import SequenceContext, check_method, check_tokens, current_sequence
-from armillary.attention.kernels.choice import check_kernel_name, choose_kernel, kernel_candidates
-from armillary.attention.kernels.efficiency import MULTIPROCESSORS, PERSISTENT, default_margin, efficiency
-from armillary.attention.kernels.flash import Flash, FlashCall
-from armillary.attention.kernels.flash_attn_3 import FlashAttn3
-from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.installed import is_installed
-from armillary.attention.kernels.kernel import BackwardTensors, Kernel
-from armillary.attention.kernels.limits import FAMILIES
-from armillary.attention.kernels.packing import Lengths
-from armillary.attention.mask.content import Documents
+from armillary.attention.kernels import (
+    FAMILIES,
+    MULTIPROCESSORS,
+    PERSISTENT,
+    BackwardTensors,
+    Flash,
+    FlashAttn3,
+    FlashCall,
+    Inputs,
+    Kernel,
+    Lengths,
+    check_kernel_name,
+    choose_kernel,
+    default_margin,
+    efficiency,
+    is_installed,
+    kernel_candidates,
+)
+from armillary.attention.mask import Documents
 from armillary.attention.post_training.segment_sum import segment_sum

@@ -14,7 +14,7 @@ from torch import Tensor
 from armillary.attention.call.sources import QKVSource
 from armillary.attention.call.spec import AttentionOptions, AttentionSpec, Saved
 from armillary.attention.kernels import Kernel
-from armillary.attention.mask.bounded_cache import BoundedCache
+from armillary.attention.mask.attention_mask import BoundedCache
 from armillary.core import Axis, SequenceLayout
 from armillary.core.parts import register
 

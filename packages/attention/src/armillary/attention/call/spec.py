@@ -11,9 +11,8 @@ from torch import Tensor
 
 from armillary.attention.kernels import Kernel, Scores
 from armillary.attention.mask import AttentionMask
-from armillary.attention.tiling.block import BlockAttention, head_runs, kernel_calls
+from armillary.attention.tiling.block import BlockAttention, Shards, head_runs, kernel_calls
 from armillary.attention.tiling.grid import CachesDerived, Grid, grid_of
-from armillary.attention.tiling.packs import Shards
 from armillary.core import SequenceLayout, TokenRanges
 
 

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.attention.mask import AttentionMask
-from armillary.attention.mask.content import Documents
+from armillary.attention.mask import AttentionMask, Documents
 from armillary.core.parts import check_tensor, integer
 
 IGNORED = -100

@@ -28,8 +28,7 @@ from armillary.attention.context_parallel.sequence import (
     position_restarts,
     takes_documents,
 )
-from armillary.attention.mask import AttentionMask
-from armillary.attention.mask.content import Documents
+from armillary.attention.mask import AttentionMask, Documents
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
 from armillary.core.parts import compat

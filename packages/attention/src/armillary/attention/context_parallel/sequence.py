@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from armillary.attention.call.validation import check_layout, over_all_ranks
 from armillary.attention.context_parallel.averaging import AveragingCheck, record_ddp
 from armillary.attention.context_parallel.communication import method_axes
-from armillary.attention.mask import AttentionMask, RowMasks, Tree
-from armillary.attention.mask.content import Documents
+from armillary.attention.mask import AttentionMask, Documents, RowMasks, Tree
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
 

@@ -11,17 +11,23 @@ import torch
 from torch import Tensor
 
 from armillary.attention.kernels.dense import Dense
-from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.kernel import ALIGNMENT, BackwardTensors, PackingKernel, Scores, contiguous_rows
-from armillary.attention.kernels.limits import HALVES, HeadDims, Limits
-from armillary.attention.kernels.packing import Sequences
-from armillary.attention.kernels.top_left import TopLeft, is_causal, is_reversed
+from armillary.attention.kernels.inputs import HALVES, HeadDims, Inputs, Limits
+from armillary.attention.kernels.kernel import (
+    ALIGNMENT,
+    BackwardTensors,
+    PackingKernel,
+    Scores,
+    Sequences,
+    contiguous_rows,
+)
+from armillary.attention.kernels.top_left import TopLeft
 from armillary.attention.mask import Window
 
-_forward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_cudnn_attention
-_backward: Any = cast(Any, torch.ops.aten)._scaled_dot_product_cudnn_attention_backward
-_packed_forward: Any = cast(Any, torch.ops.aten)._cudnn_attention_forward
-_packed_backward: Any = cast(Any, torch.ops.aten)._cudnn_attention_backward
+_aten = cast(Any, torch.ops.aten)
+_forward: Any = _aten._scaled_dot_product_cudnn_attention
+_backward: Any = _aten._scaled_dot_product_cudnn_attention_backward
+_packed_forward: Any = _aten._cudnn_attention_forward
+_packed_backward: Any = _aten._cudnn_attention_backward
 
 MIN_VERSION = 91501
 """First version (9.15.1) that supports lengths which are not multiples of 128. From the same version on, torch prefers
@@ -86,7 +92,7 @@ class Cudnn(PackingKernel, TopLeft):
 
     def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
         # Packed calls do not support sequences of one token.
-        return None if 1 in (queries, keys) or not _can_pack() else (is_causal(band), is_reversed(band))
+        return None if 1 in (queries, keys) or not _can_pack() else (band != (None, None), band[0] is not None)
 
     def forward_packed(
         self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
@@ -94,7 +100,8 @@ class Cudnn(PackingKernel, TopLeft):
         band, lengths = sequences.band, sequences.lengths(q.device)
         (q,) = _flip_sequences(band, sequences.queries, q)
         k, v = _flip_sequences(band, sequences.keys, k, v)
-        out, lse, *_ = _packed_forward(q, k, v, None, *lengths, True, 0.0, is_causal(band), False, scale=scores.scale)
+        options = (True, 0.0, band != (None, None), False)  # with lse, no dropout, causal, no debug mask
+        out, lse, *_ = _packed_forward(q, k, v, None, *lengths, *options, scale=scores.scale)
         out, lse = _flip_sequences(band, sequences.queries, out, lse.mT)
         return out, lse
 
@@ -105,7 +112,7 @@ class Cudnn(PackingKernel, TopLeft):
         band, lengths = sequences.band, sequences.lengths(q.device)
         dout, q, out, lse = _flip_sequences(band, sequences.queries, dout, q, out, lse)
         k, v = _flip_sequences(band, sequences.keys, k, v)
-        options = (*_unused_rng_state(q), None, *lengths, 0.0, is_causal(band))
+        options = (*_unused_rng_state(q), None, *lengths, 0.0, band != (None, None))
         dq, dk, dv = _packed_backward(dout, q, k, v, out, lse.mT.contiguous(), *options, scale=scores.scale)
         (dq,) = _flip_sequences(band, sequences.queries, dq)
         dk, dv = _flip_sequences(band, sequences.keys, dk, dv)
@@ -113,8 +120,8 @@ class Cudnn(PackingKernel, TopLeft):
 
 
 def _flip_sequences(band: Window, lengths: tuple[int, ...], *packed: Tensor) -> list[Tensor]:
-    """Reverses the tokens of each packed sequence for a reversed band, as `flip_tokens` does for one."""
-    if not is_reversed(band):
+    """Reverses the tokens of each packed sequence for a reversed band, as `TopLeft.forward` does for one."""
+    if band[0] is None:
         return list(packed)
     return [torch.cat([sequence.flip(0) for sequence in x.split_with_sizes(lengths)]) for x in packed]
 

@@ -10,10 +10,8 @@ import torch
 from einops import einsum, rearrange
 from torch import Tensor
 
-from armillary.attention.kernels.batched import Batched
-from armillary.attention.kernels.kernel import Scores
-from armillary.attention.kernels.limits import Limits
-from armillary.attention.kernels.tile import Tile
+from armillary.attention.kernels.inputs import Limits
+from armillary.attention.kernels.kernel import Batched, Scores, Tile
 from armillary.attention.mask import Window
 from armillary.core import accumulation_dtype
 
@@ -98,13 +96,10 @@ def _scores(q: Tensor, k: Tensor, band: Window, scores: Scores) -> tuple[Tensor,
         capped = (values / scores.softcap).tanh()
         values, slope = capped * scores.softcap, (1 - capped**2) * scores.scale
     # Hides pairs after the softcap, because tanh would make -inf finite.
-    return values.masked_fill(_hidden_pairs(q, k, band), -torch.inf), slope
-
-
-def _hidden_pairs(q: Tensor, k: Tensor, band: Window) -> Tensor:
-    """Returns a bool mask [T, S] of hidden pairs."""
     offset = torch.arange(k.shape[1], device=q.device) - torch.arange(q.shape[1], device=q.device)[:, None]
-    low, high = band
     hidden = torch.zeros_like(offset, dtype=torch.bool)
-    hidden = hidden if low is None else hidden | (offset < low)
-    return hidden if high is None else hidden | (offset > high)
+    if band[0] is not None:
+        hidden |= offset < band[0]
+    if band[1] is not None:
+        hidden |= offset > band[1]
+    return values.masked_fill(hidden, -torch.inf), slope

@@ -1,26 +1,78 @@
-"""The kernel interface: attention of one tile, forward and backward."""
+"""The kernel interface: a tile of a block, the call that computes it, and packs of small tiles in one call."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels.inputs import Inputs
-from armillary.attention.kernels.limits import Limits
-from armillary.attention.kernels.packing import Sequences
-from armillary.attention.kernels.tile import Tile
+from armillary.attention.kernels.inputs import Inputs, Limits
 from armillary.attention.mask import Window
-from armillary.core.parts import number
+from armillary.core import to_device
+from armillary.core.parts import compat, count_pairs, number, slice_array
 
 ALIGNMENT = 8
 """Number of 16-bit elements in 16 bytes, the unit of a GPU load. Rows must start at multiples of this number."""
 
 BackwardTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 """(dout, q, k, v, out, lse)."""
+
+
+class Tile(NamedTuple):
+    """The work of one kernel call: rows (queries) q0 .. q1 - 1, columns (keys) k0 .. k1 - 1, and a visible band.
+
+    Row a sees column b iff low <= b - a <= high. Indices are local to the shards of queries and keys. None is no bound.
+    A trimmed tile (`trim`) is canonical: every row and column has a visible pair, and a bound that excludes no pair is
+    None.
+    """
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    low: int | None = None
+    high: int | None = None
+
+    @property
+    def offsets(self) -> Window:
+        """(low, high) if rows are counted from q0 and columns from k0."""
+        shift = self.k0 - self.q0
+        return None if self.low is None else self.low - shift, None if self.high is None else self.high - shift
+
+    @property
+    def area(self) -> int:
+        """Number of visible pairs."""
+        return count_pairs(slice_array([self]))
+
+    def rows(self, start: int, stop: int) -> Tile | None:
+        """Returns the part in rows start .. stop - 1, trimmed; None if it has no visible pair."""
+        return self._replace(q0=max(self.q0, start), q1=min(self.q1, stop)).trim()
+
+    def columns(self, start: int, stop: int) -> Tile | None:
+        """Returns the part in columns start .. stop - 1, trimmed; None if it has no visible pair."""
+        return self._replace(k0=max(self.k0, start), k1=min(self.k1, stop)).trim()
+
+    def trim(self) -> Tile | None:
+        """Returns the canonical tile with the same visible pairs; None if there are none."""
+        q0, q1, k0, k1, low, high = self
+        if low is not None and high is not None and low > high:
+            return None
+        # Drops rows that see no column: row a sees a + low .. a + high. Then drops columns that no remaining row sees.
+        q0, q1 = q0 if high is None else max(q0, k0 - high), q1 if low is None else min(q1, k1 - low)
+        k0, k1 = k0 if low is None else max(k0, q0 + low), k1 if high is None else min(k1, q1 + high)
+        if q0 >= q1 or k0 >= k1:
+            return None
+        # A bound binds only if it hides a corner: the last row's first column, or the first row's last column.
+        low = None if low is None or low <= k0 - (q1 - 1) else low
+        high = None if high is None or high >= (k1 - 1) - q0 else high
+        return Tile(q0, q1, k0, k1, low, high)
+
+
+# -- one tile in one call ---------------------------------------------------------------------------------------------
 
 
 class Scores(NamedTuple):
@@ -83,6 +135,88 @@ class Kernel(Protocol):
         ...
 
 
+def check_softcap(softcap: float | None) -> None:
+    """Raises ValueError for a softcap that is not finite and positive."""
+    if softcap is not None and not number("softcap", softcap, ", or None for no cap") > 0:
+        raise ValueError(f"softcap {softcap} must be above 0, or None for no cap")
+
+
+def contiguous_rows(x: Tensor, multiple: int = 1) -> Tensor:
+    """Returns x [..., D] if its rows of D elements are contiguous and do not overlap, else a contiguous copy.
+
+    Kernels need such rows, because they allocate results with the strides of their inputs.
+
+    Args:
+        multiple: also copies unless every row starts at a multiple of this number of elements.
+    """
+    *outer, last = x.stride()
+    rows_apart = last == 1 and min(outer) >= x.shape[-1]  # an expanded dim has stride 0
+    if rows_apart and (multiple == 1 or not any(start % multiple for start in (x.storage_offset(), *outer))):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+# -- many small tiles in one call -------------------------------------------------------------------------------------
+#
+# Documents make many small tiles, none of which keeps a GPU busy: the overhead of a call is larger than its
+# computation. Large tiles are not packed: they keep it busy already, and packing copies their tokens.
+
+MIN_SINGLE_TOKENS = 4096
+"""A piece with this many queries or keys, over all its rows, is not packed."""
+MAX_PACKED_TOKENS = 65536
+"""A pack with this many tokens takes no more pieces, which bounds the memory of the copies."""
+
+
+class Lengths(NamedTuple):
+    """Lengths of n packed sequences, as flash-attn takes them.
+
+    Args:
+        queries, keys: boundaries (cu_seqlens), int32 [n + 1].
+        longest_queries, longest_keys: the largest length.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    longest_queries: int
+    longest_keys: int
+
+    @property
+    def by_name(self) -> dict[str, Tensor | int]:
+        """The lengths as keyword arguments of flash-attn 3 and 4."""
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return dict(zip(names, self, strict=True))
+
+
+class Sequences(NamedTuple):
+    """The packed sequences of a kernel call. A sequence is one row of the batch of one piece.
+
+    The order is piece after piece, and within a piece row after row.
+
+    Args:
+        queries, keys: number of queries and keys of each sequence.
+        band: band of the first piece. Other bands may differ, but all pieces have the same `PackingKernel.pack_key`.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    band: Window
+
+    def lengths(self, device: torch.device) -> Lengths:
+        """Returns the lengths on a device. They are cached, so that layers and backward do not copy them again."""
+        # A fake tensor belongs to its mode and must not outlive it.
+        boundaries = _copy_boundaries if compat.fakes_tensors() else _cached_boundaries
+        longest = max(self.queries, default=0), max(self.keys, default=0)
+        return Lengths(boundaries(self.queries, device), boundaries(self.keys, device), *longest)
+
+
+def _copy_boundaries(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    ends = torch.tensor((0, *counts), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return to_device(ends, device)
+
+
+_cached_boundaries = lru_cache(maxsize=256)(_copy_boundaries)
+
+
 class PackingKernel(Kernel):
     """A kernel that computes several small pieces in one call."""
 
@@ -106,22 +240,29 @@ class PackingKernel(Kernel):
         """Computes `backward` of several pieces, packed as in `forward_packed`."""
 
 
-def check_softcap(softcap: float | None) -> None:
-    """Raises ValueError for a softcap that is not finite and positive."""
-    if softcap is not None and not number("softcap", softcap, ", or None for no cap") > 0:
-        raise ValueError(f"softcap {softcap} must be above 0, or None for no cap")
+class Batched(PackingKernel):
+    """Base of kernels without variable lengths: small pieces of one shape and band are rows of a batch."""
+
+    def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
+        return queries, keys, band
+
+    def forward_packed(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = _rows(sequences.queries, q)[0], *_rows(sequences.keys, k, v)
+        out, lse = self.forward(q, k, v, sequences.band, scores)
+        return out.flatten(0, 1), lse.flatten(0, 1)
+
+    def backward_packed(
+        self, tensors: BackwardTensors, sequences: Sequences, scores: Scores
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = tensors
+        dout, q, out, lse = _rows(sequences.queries, dout, q, out, lse)
+        k, v = _rows(sequences.keys, k, v)
+        dq, dk, dv = self.backward(dout, q, k, v, out, lse, sequences.band, scores)
+        return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)
 
 
-def contiguous_rows(x: Tensor, multiple: int = 1) -> Tensor:
-    """Returns x [..., D] if its rows of D elements are contiguous and do not overlap, else a contiguous copy.
-
-    Kernels need such rows, because they allocate results with the strides of their inputs.
-
-    Args:
-        multiple: also copies unless every row starts at a multiple of this number of elements.
-    """
-    *outer, last = x.stride()
-    rows_apart = last == 1 and min(outer) >= x.shape[-1]  # an expanded dim has stride 0
-    if rows_apart and (multiple == 1 or not any(start % multiple for start in (x.storage_offset(), *outer))):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+def _rows(lengths: tuple[int, ...], *packed: Tensor) -> list[Tensor]:
+    """Reshapes packed tensors of n sequences of t tokens into a batch: [n t, ...] -> [n, t, ...]."""
+    return [x.unflatten(0, (len(lengths), lengths[0])) for x in packed]

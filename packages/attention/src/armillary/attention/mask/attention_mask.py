@@ -1,28 +1,39 @@
-"""`AttentionMask`: which keys each query sees, in global positions. An immutable value instead of an [N, N] tensor."""
+"""`AttentionMask`: which keys each query sees, in global positions. An immutable value instead of an [N, N] tensor.
+
+Below it: its documents and pattern with their encoding, the cache of values derived from masks, and layouts that are
+balanced under a mask.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import InitVar, dataclass
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from armillary.attention.mask.blocks import Blocks
-from armillary.attention.mask.chunked import Chunked, Origin
-from armillary.attention.mask.content import Content, Documents
-from armillary.attention.mask.image_spans import ImageSpans
-from armillary.attention.mask.pattern import Ends, Pattern, RowPattern, integers, offsets, short_repr
-from armillary.attention.mask.prefix import Prefix
-from armillary.attention.mask.row_masks import RowMasks
-from armillary.attention.mask.slice_list import Slice, SliceList
-from armillary.attention.mask.tree import Tree
-from armillary.core import Segments
+from armillary.attention.mask.listed_patterns import Blocks, Slice, SliceList, Tree
+from armillary.attention.mask.patterns import (
+    Chunked,
+    Ends,
+    ImageSpans,
+    Origin,
+    Pattern,
+    Prefix,
+    RowMasks,
+    RowPattern,
+    integers,
+    offsets,
+    short_repr,
+)
+from armillary.core import Segments, SequenceLayout
 from armillary.core.parts import (
     Integers,
+    Side,
     Slices,
     Window,
     band,
@@ -35,6 +46,8 @@ from armillary.core.parts import (
     within_band,
 )
 
+Documents = tuple[int, ...] | tuple[tuple[int, ...], ...]
+"""Boundaries of documents (0, end of the first, ..., N): one tuple for all rows, or a tuple of one for each row."""
 PATTERNS: dict[int, type[RowPattern]] = {
     pattern.code: pattern for pattern in (SliceList, Tree, Prefix, Chunked, ImageSpans, Blocks)
 }
@@ -465,3 +478,114 @@ def _encode(sides: Sequence[int], numbers: Tensor | None) -> Integers:
 @lru_cache(maxsize=16)
 def _read_mask(encoded: bytes) -> AttentionMask:
     return AttentionMask._decode(np.frombuffer(encoded, dtype=np.int64).tolist())  # pyright: ignore[reportPrivateUsage]
+
+
+class Content:
+    """Checked documents and pattern of a mask, with their encoding and hash.
+
+    Attributes:
+        numbers: the encoding, int64 [n]; None without documents and pattern. It has the pattern's code (0: none); the
+            number of lists of boundaries, one per row, -1 for one list for all rows, or 0; each list after its length;
+            the pattern's numbers.
+    """
+
+    def __init__(self, documents: Documents | None, pattern: Pattern | None) -> None:
+        self.documents, self.pattern = documents, pattern
+        self.numbers = None if documents is pattern is None else torch.from_numpy(_encode_content(documents, pattern))
+
+    @cached_property
+    def hash(self) -> int:
+        """Hash of `numbers`. Unlike Python's hash of bytes, it is equal in every process."""
+        return 0 if self.numbers is None else crc32(self.numbers.numpy().tobytes())
+
+
+def _encode_content(documents: Documents | None, pattern: Pattern | None) -> Integers:
+    per_row = documents is not None and isinstance(documents[0], tuple)
+    rows = cast(Any, documents if per_row else () if documents is None else (documents,))
+    count = len(rows) if per_row else -len(rows)
+    code, numbers = (0, ()) if pattern is None else (pattern.code, pattern.numbers)
+    return integers((code, count), *(item for row in rows for item in ((len(row),), row)), numbers)
+
+
+# -- values derived from masks -----------------------------------------------------------------------------------------
+
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+MAX_ENTRIES = 8
+MAX_BYTES = 2**28
+"""Maximum estimated size of all entries together. The newest entry stays regardless of its size."""
+ENTRY_BYTES, BYTES_PER_NUMBER = 2**14, 2**10
+"""Estimated size of an entry: a constant, and for each number in the mask's documents and pattern."""
+
+
+@dataclass
+class BoundedCache(Generic[Key, Value]):
+    """Values of the newest keys.
+
+    Args:
+        entries: (key, value, estimated bytes), the oldest first. A list and not a dict, because a few keys are compared
+            faster than hashed: mostly they are identical objects.
+    """
+
+    entries: list[tuple[Key, Value, int]] = field(default_factory=list[tuple[Key, Value, int]])
+
+    def get(self, key: Key) -> Value | None:
+        for cached_key, value, _ in self.entries:
+            if cached_key == key:
+                return value
+        return None
+
+    @property
+    def newest(self) -> list[tuple[Key, Value]]:
+        """Keys and values, the newest first."""
+        return [(key, value) for key, value, _ in reversed(self.entries)]
+
+    def add(self, key: Key, value: Value, mask: AttentionMask) -> Value:
+        """Adds a value, drops the oldest entries that no longer fit, and returns the value.
+
+        Args:
+            mask: the mask from which the value was computed. Its length gives the estimated size.
+        """
+        size = ENTRY_BYTES if mask.numbers is None else ENTRY_BYTES + BYTES_PER_NUMBER * mask.numbers.numel()
+        # A new list instead of an update in place: other threads may be reading.
+        entries = [*self.entries[1 - MAX_ENTRIES :], (key, value, size)]
+        while len(entries) > 1 and sum(size for *_, size in entries) > MAX_BYTES:
+            entries.pop(0)
+        self.entries = entries
+        return value
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+
+def layout_of(
+    kind: str, length: int, shards: int, mask: AttentionMask | None = None, balanced_by: Side | None = "queries"
+) -> SequenceLayout:
+    """Returns a layout of kind "zigzag", "contiguous", "striped" or "balanced".
+
+    Args:
+        mask: the mask under which a balanced layout has even work; causal by default.
+        balanced_by: the side whose work a balanced layout makes even, as in `SequenceLayout.balanced`. None: both
+            sides, and bytes are ignored (`send_cost=0`).
+
+    Raises:
+        ValueError: another kind, a mask of another type, or as the layout's constructor.
+    """
+    if mask is not None and not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed, or None for a causal one")
+    match kind:
+        case "zigzag":
+            return SequenceLayout.zigzag(length, shards)
+        case "contiguous":
+            return SequenceLayout.contiguous(length, shards)
+        case "striped":
+            return SequenceLayout.striped(length, shards)
+        case "balanced":
+            mask = mask or AttentionMask()
+            if balanced_by is None:
+                return SequenceLayout.balanced(length, shards, mask=mask, send_cost=0)
+            return SequenceLayout.balanced(length, shards, mask=mask, balanced_by=balanced_by)
+        case _:
+            raise ValueError(f"no layout {kind!r}; known: zigzag, contiguous, striped, balanced")

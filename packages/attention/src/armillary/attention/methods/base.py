@@ -24,8 +24,7 @@ from armillary.attention.call.validation import (
     over_all_ranks,
 )
 from armillary.attention.kernels import Kernel
-from armillary.attention.mask import AttentionMask
-from armillary.attention.mask.layouts import layout_of
+from armillary.attention.mask import AttentionMask, layout_of
 from armillary.core import SequenceLayout
 from armillary.core.parts import Side, compat
 

@@ -16,8 +16,7 @@ from itertools import accumulate
 from math import gcd, isqrt
 from typing import Literal, get_args
 
-from armillary.attention.mask import AttentionMask
-from armillary.attention.mask.layouts import layout_of
+from armillary.attention.mask import AttentionMask, layout_of
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.core import SequenceLayout
 from armillary.core.parts import Spans, check_choice, integer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from armillary.attention.mask import AttentionMask
-from armillary.attention.mask.layouts import layout_of
+from armillary.attention.mask import AttentionMask, layout_of
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.attention.planning.memory import HeadStages, Sizes
 from armillary.core import SequenceLayout

@@ -41,7 +41,7 @@ from armillary.attention.planning.ring import (
 )
 from armillary.attention.rotation.nodes import NodeRings, NodeStep
 from armillary.attention.rotation.topology import RotatingSide
-from armillary.attention.tiling.partial_layout import PartialLayout
+from armillary.attention.tiling.grid import PartialLayout
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
-from armillary.attention.tiling.grid import Grid, grid_of
-from armillary.attention.tiling.partial_layout import PartialLayout, spans_at
+from armillary.attention.tiling.grid import Grid, PartialLayout, grid_of, spans_at
 from armillary.core import SequenceLayout
 
 

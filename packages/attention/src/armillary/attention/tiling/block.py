@@ -1,35 +1,30 @@
-"""Attention of one block: the queries of one shard over the keys of one shard."""
+"""Attention of one block: the queries of one shard over the keys of one shard, as a list of kernel calls.
+
+Small calls are packed. The calls of a pack become one: their tokens are copied into one tensor, one kernel call
+computes them, and one merge adds their results. So a block with thousands of documents launches few kernels.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from armillary.attention.kernels import Kernel, Scores, contiguous_rows
+from armillary.attention.kernels import Kernel, PackingKernel, Scores, contiguous_rows
+from armillary.attention.kernels.kernel import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, Sequences
+from armillary.attention.mask import Window
 from armillary.attention.tiling.grid import Grid
-from armillary.attention.tiling.merge import WHOLE_DIM, Merge, Sum, TilePart
-from armillary.attention.tiling.packs import KernelCall, PackedCall, Shards, SingleCall, pack_calls
+from armillary.attention.tiling.merge import WHOLE_DIM, Merge, PackedTokens, Sum, TilePart
+from armillary.attention.tiling.tiles import repeat_indices
 from armillary.core import TokenRanges, Trace, span
 from armillary.core.parts import NO_SPAN, compat
-
-Calls = tuple[SingleCall | PackedCall, ...]
-"""The kernel calls of a block, with small ones packed."""
-HOST = torch.device("cpu")
-
-
-class HeadRun(NamedTuple):
-    """Query heads q0 .. q1 - 1, which use key/value heads k0 .. k1 - 1: each is used by equally many query heads."""
-
-    q0: int
-    q1: int
-    k0: int
-    k1: int
 
 
 class RingBlock(Protocol):
@@ -44,6 +39,44 @@ class RingBlock(Protocol):
     ) -> None:
         """Adds the step's part of the gradients to dq, dk and dv; out and lse are those over all keys."""
         ...
+
+
+KernelCall = tuple[TilePart, TilePart, Window]
+"""Part of the queries, part of the keys, and the visible band."""
+
+
+class SingleCall(NamedTuple):
+    """A kernel call on one part of the queries and one part of the keys."""
+
+    queries: TilePart
+    keys: TilePart
+    band: Window
+
+
+class PackedCall(NamedTuple):
+    """A kernel call on several sequences of queries and keys. No token is in two of them."""
+
+    queries: PackedTokens
+    keys: PackedTokens
+    sequences: Sequences
+    kernel: PackingKernel
+
+    def to(self, device: torch.device) -> PackedCall:
+        """Returns the call with its indices on `device`."""
+        return self._replace(queries=self.queries.to(device), keys=self.keys.to(device))
+
+
+class Shards(NamedTuple):
+    """Sizes of the tensors of a block: rows of the batch, and queries and keys of a row."""
+
+    rows: int
+    queries: int
+    keys: int
+
+
+Calls = tuple[SingleCall | PackedCall, ...]
+"""The kernel calls of a block, with small ones packed."""
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +171,9 @@ class BlockAttention:
         return span(f"{name} q{self.query} k{self.key}", query=self.query, key=self.key)
 
 
+# -- kernel calls ------------------------------------------------------------------------------------------------------
+
+
 def kernel_calls(
     grid: Grid,
     kernel: Kernel,
@@ -178,6 +214,15 @@ def _packed_slice(start: int, stop: int, packed: TokenRanges | None, count: int)
     return slice(start + shift, stop + shift)
 
 
+class HeadRun(NamedTuple):
+    """Query heads q0 .. q1 - 1, which use key/value heads k0 .. k1 - 1: each is used by equally many query heads."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+
 @lru_cache(maxsize=256)
 def head_runs(key_heads: tuple[int, ...]) -> tuple[HeadRun, ...]:
     """Returns the fewest runs of heads in which equally many query heads use each key/value head.
@@ -198,3 +243,96 @@ def head_runs(key_heads: tuple[int, ...]) -> tuple[HeadRun, ...]:
         else:
             runs.append(HeadRun(q0, q0 + group, key_head, key_head + 1))
     return tuple(runs)
+
+
+# -- packs -------------------------------------------------------------------------------------------------------------
+
+
+def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> tuple[SingleCall | PackedCall, ...]:
+    """Returns the calls with small ones packed: those with equal `PackingKernel.pack_key` and equal heads.
+
+    No query is in two calls of a pack, because one merge writes all their results. No key is, because one addition
+    writes all their gradients. The packs are the same in each run. Their indices are on the host.
+    """
+    packs_in_order = list[list[int]]()  # for each pack, or single call, the indices of its calls
+    open_packs = dict[Hashable, list[OpenPack]]()
+    for index, (query_part, key_part, band) in enumerate(calls):
+        rows, queries = query_part.ranges(shards.rows, shards.queries)
+        _, keys = key_part.ranges(shards.rows, shards.keys)
+        size = len(rows) * max(len(queries), len(keys))
+        key = None
+        if isinstance(kernel, PackingKernel) and size < MIN_SINGLE_TOKENS:
+            key = kernel.pack_key(len(queries), len(keys), band)
+        if key is None:
+            packs_in_order.append([index])
+            continue
+        # From tokens of a row to tokens of the concatenated rows. A call is on one row or on all rows; of a call on all
+        # rows the tokens of the first row are enough, because then every call is on all rows.
+        row = 0 if len(rows) > 1 else rows.start
+        queries = range(queries.start + row * shards.queries, queries.stop + row * shards.queries)
+        keys = range(keys.start + row * shards.keys, keys.stop + row * shards.keys)
+        heads = (query_part.heads.start, query_part.heads.stop, key_part.heads.start, key_part.heads.stop)
+        packs = open_packs.setdefault((key, heads), [])
+        # First fit: the first open pack of the same kind that shares no tokens with this call, else a new pack.
+        for pack in packs:
+            query_index, key_index = _insertion_index(pack.queries, queries), _insertion_index(pack.keys, keys)
+            if query_index is not None and key_index is not None:
+                break
+        else:
+            packs.append(pack := OpenPack())
+            packs_in_order.append(pack.call_indices)
+            query_index = key_index = 0
+        pack.call_indices.append(index)
+        pack.queries.insert(query_index, queries)
+        pack.keys.insert(key_index, keys)
+        pack.size += size
+        if pack.size >= MAX_PACKED_TOKENS:
+            packs.remove(pack)
+    return tuple(_call_of([calls[index] for index in indices], kernel, shards) for indices in packs_in_order)
+
+
+@dataclass
+class OpenPack:
+    """A pack to which calls may still be added.
+
+    Args:
+        call_indices: indices of its calls in the list of all calls.
+        size: sum over its calls of the number of queries or keys, whichever is larger.
+        queries, keys: its tokens, as sorted ranges of indices in the concatenated rows of the batch.
+    """
+
+    call_indices: list[int] = field(default_factory=list[int])
+    size: int = 0
+    queries: list[range] = field(default_factory=list[range])
+    keys: list[range] = field(default_factory=list[range])
+
+
+def _insertion_index(ranges: list[range], tokens: range) -> int | None:
+    """Returns the index at which to insert `tokens` into sorted disjoint ranges; None if they overlap one of these."""
+    index = bisect_left(ranges, tokens.start, key=lambda run: run.start)
+    overlaps_previous = index > 0 and ranges[index - 1].stop > tokens.start
+    overlaps_next = index < len(ranges) and ranges[index].start < tokens.stop
+    return None if overlaps_previous or overlaps_next else index
+
+
+def _call_of(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> SingleCall | PackedCall:
+    """Returns one call that computes all `calls`."""
+    if len(calls) == 1 or not isinstance(kernel, PackingKernel):
+        return SingleCall(*calls[0])
+    queries, query_lengths = _packed_tokens([call[0] for call in calls], shards.rows, shards.queries)
+    keys, key_lengths = _packed_tokens([call[1] for call in calls], shards.rows, shards.keys)
+    return PackedCall(queries, keys, Sequences(query_lengths, key_lengths, calls[0][2]), kernel)
+
+
+def _packed_tokens(parts: Sequence[TilePart], batch: int, tokens: int) -> tuple[PackedTokens, tuple[int, ...]]:
+    """Returns the tokens of all parts, packed, and the number of tokens of each sequence: one per part and row."""
+    runs = [
+        (row * tokens + run.start, len(run))
+        for part in parts
+        for rows, run in [part.ranges(batch, tokens)]
+        for row in rows
+    ]
+    start, count = np.array(runs, dtype=np.int64).reshape(-1, 2).T
+    run, number = repeat_indices(count)
+    # Not `from_numpy`, which returns a real tensor even under a fake mode.
+    return PackedTokens(torch.tensor(start[run] + number), parts[0].heads), tuple(count.tolist())

@@ -23,7 +23,7 @@ class Accelerator:
         host_bandwidth: bytes per second between device and host memory, in each direction.
         matmul: fraction of the peak that large matrix products attain.
         capability: compute capability of a CUDA device, such as 9.0. Selects the published efficiency of the attention
-            kernel (`armillary.attention.kernels.efficiency`).
+            kernel (`armillary.attention.kernels`).
         attention, attention_backward: fractions of the peak that attention attains in forward and in backward, measured
             or fitted. They replace the published efficiency.
         step: seconds of overhead in each step of an attention method: kernel launches and merges of partial results.
