@@ -41,4 +41,4 @@ from armillary.attention.kernels import (
     kernel_candidates,
 )
 from armillary.attention.mask import Documents
-from armillary.attention.post_training.segment_sum import segment_sum
+from armillary.attention.post_training import segment_sum

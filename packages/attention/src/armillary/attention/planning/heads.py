@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 
 from armillary.attention.call.spec import key_heads_of
 from armillary.attention.methods.head_shards import check_heads, split_heads
-from armillary.attention.methods.stages import RankHeads, Stage, stages_of
-from armillary.attention.planning.base import HeadPlan, InnerPlan
+from armillary.attention.methods.stages import stages_of
 from armillary.attention.planning.comm_plan import (
     AttentionShape,
     CommPlan,
@@ -22,7 +21,165 @@ from armillary.attention.planning.comm_plan import (
     side_by_side,
     steps,
 )
-from armillary.attention.planning.memory import HeadStages, Sizes
+from armillary.attention.planning.method_plan import HeadPlan, HeadStages, InnerPlan, Sizes
+
+
+@dataclass(frozen=True)
+class UlyssesPlan(HeadPlan):
+    """Plan of `Ulysses`."""
+
+    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
+        moves = HeadMoves(work, ranks)
+        heads = moves.heads
+        queries, keys = (moves.sizes, heads.queries), (moves.key_sizes, heads.keys)
+        q, v, e = (
+            work.batch * work.head_dim,
+            work.batch * work.value_dim,
+            work.e,
+        )  # elements of one token and head; bytes
+        # 1. q, k and v to heads.
+        qkv = (
+            moves.to_heads(*queries, "q", q * e),
+            moves.to_heads(*keys, "k", q * e),
+            moves.to_heads(*keys, "v", v * e),
+        )
+        # 2. The inner method on each rank's heads. 3. out back to tokens.
+        rank_calls = (
+            replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))
+            for rank in range(ranks)
+        )
+        plan = moves.inner_plan(inner, tuple(rank_calls))
+        inner_forward, inner_backward = of_heads(plan.forward, heads.queries), of_heads(plan.backward, heads.queries)
+        out, dout = moves.to_tokens(*queries, "out", v * e), moves.to_heads(*queries, "dout", v * e)
+        # Backward: dout to heads, the inner method, and gradients back to tokens. Those of a key head that several
+        # ranks share are partial sums, which are sent in the accumulation dtype.
+        key_bytes = work.a if heads.has_shared_heads else e
+        grads = (
+            moves.to_tokens(*queries, "dq", q * e),
+            moves.to_tokens(*keys, "dk", q * key_bytes),
+            moves.to_tokens(*keys, "dv", v * key_bytes),
+        )
+        return replace(
+            plan,
+            forward=steps(Step(qkv), *inner_forward, Step((out,))),
+            backward=steps(Step((dout,)), *inner_backward, Step(grads)),
+        )
+
+    def forward_memory(self, x: Sizes, inner: float) -> float:
+        """Received q, k and v, and the inner method."""
+        return x.q + 2 * x.k + inner
+
+    def backward_memory(self, x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:
+        """Received dout, if there are several ranks, and the inner method."""
+        return (x.q if stages.ranks > 1 else 0) + inner
+
+
+StageSteps = tuple[list[Move], Steps, list[Move]]
+"""The moves before a stage of heads, the inner method's steps, and the moves after the stage."""
+
+
+@dataclass(frozen=True)
+class UPipePlan(HeadPlan):
+    """Plan of `UPipe`."""
+
+    heads_per_stage: int | None = None
+    prefetch: bool = False
+
+    projects_in_stages = True
+
+    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
+        moves, stages = HeadMoves(work, ranks), stages_of(work.key_heads, ranks, self.heads_per_stage)
+        q, v, e = (
+            work.batch * work.head_dim,
+            work.batch * work.value_dim,
+            work.e,
+        )  # elements of one token and head; bytes
+        inner_plan = cache(partial(moves.inner_plan, inner))  # most stages are equal
+        forward, backward, plans = list[StageSteps](), list[StageSteps](), list[CommPlan]()
+        for stage in stages:
+            queries, keys = (moves.sizes, stage.query_ranges), (moves.key_sizes, stage.received_keys.ranges)
+            # 1. To heads: k and v of keys whose round starts, and q; in backward also out and dout.
+            sent = [
+                moves.to_heads(*keys, "k", q * e),
+                moves.to_heads(*keys, "v", v * e),
+                moves.to_heads(*queries, "q", q * e),
+            ]
+            outs = [moves.to_heads(*queries, name, v * e) for name in ("out", "dout")]
+            # 2. The inner method, on the heads of the stage.
+            rank_calls = (
+                replace(work, key_heads=heads.key_heads(work.key_heads), kv_heads=len(heads.keys))
+                if heads.queries
+                else None
+                for heads in stage.by_rank
+            )
+            plans.append(plan := inner_plan(tuple(rank_calls)))
+            stage_heads = [heads.queries for heads in stage.by_rank]
+            # 3. Back to tokens: out; in backward dq, and dk and dv of keys whose round ends. Gradients of a key head
+            #    that several ranks share are partial sums, which are sent in the accumulation dtype.
+            returned, key_bytes = stage.returned_keys, work.a if stage.returned_keys.has_shared_heads else e
+            grads = [
+                moves.to_tokens(*queries, "dq", q * e),
+                moves.to_tokens(moves.key_sizes, returned.ranges, "dk", q * key_bytes),
+                moves.to_tokens(moves.key_sizes, returned.ranges, "dv", v * key_bytes),
+            ]
+            out = [moves.to_tokens(*queries, "out", v * e)]
+            forward.append((sent, of_heads(plan.forward, stage_heads), out))
+            backward.append((sent + outs, of_heads(plan.backward, stage_heads), grads))
+        # A call on q, k and v saves lse by tokens, a call on hidden states by heads, which needs no all-to-all.
+        forward_end, backward_start = Step(), Step()
+        if not work.projected:
+            lse = (moves.sizes, moves.heads.queries, "lse", work.batch * work.a)
+            forward_end, backward_start = Step((moves.to_tokens(*lse),)), Step((moves.to_heads(*lse),))
+        return replace(
+            plans[0],  # whose blocks have the shards of all stages
+            forward=steps(*self._in_order(forward), forward_end),
+            backward=steps(backward_start, *self._in_order(backward)),
+        )
+
+    def _in_order(self, stages: Sequence[StageSteps]) -> Iterator[Step]:
+        """Yields the steps of all stages.
+
+        With `prefetch` the tensors of a stage are in flight at once, during the stage before; otherwise they are sent
+        one after another before the stage. Results return one after another.
+        """
+        for i, (sent, inner_steps, returned) in enumerate(stages):
+            next_sent = list[Move]()
+            if self.prefetch:
+                if i == 0:
+                    yield Step(tuple(sent))
+                next_sent = stages[i + 1][0] if i + 1 < len(stages) else []
+            else:
+                yield from (Step((move,)) for move in sent)
+            yield from overlap(next_sent, inner_steps)
+            yield from (Step((move,)) for move in returned)
+
+    def forward_memory(self, x: Sizes, inner: float) -> float:
+        """Received q, k and v of a stage, and the inner method, without `prefetch`."""
+        return x.q + 2 * x.k + inner
+
+    def backward_memory(self, x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:
+        """Received q, out, dout, k and v of a stage, the sums of dk and dv of the round, and the inner method."""
+        # On one rank with one stage, out and dout need no copies. With several stages, the kernel needs a copy of the
+        # stage's heads.
+        outs = 2 * x.q if stages.ranks > 1 or stages.has_several_stages else 0
+        # A round of one stage has no sums. At the peak of a round of two stages, the sums are the first stage's dk and
+        # dv in their own dtype; with more stages they are in float32.
+        sum_width = 1 if alone and stages.stages_per_round == 2 else x.w
+        sums = 0 if stages.stages_per_round == 1 else 2 * x.k * sum_width
+        return x.q + outs + 2 * x.k + sums + inner
+
+
+def head_stages(heads: int, key_heads: int, ranks: int, heads_per_stage: int | None = None) -> HeadStages:
+    """Returns the stages of the first rank of a head axis of `ranks` ranks.
+
+    Args:
+        heads_per_stage: query heads of a stage, on all ranks together; None: all heads in one stage.
+    """
+    schedule = [stage.by_rank[0] for stage in stages_of(key_heads_of(heads, key_heads), ranks, heads_per_stage)]
+    stages_per_round = next(i for i, stage in enumerate(schedule) if stage.ends_round) + 1
+    queries, keys = len(schedule[0].queries), len(schedule[0].keys)
+    several_stages, several_rounds = len(schedule) > 1, len(schedule) > stages_per_round
+    return HeadStages(ranks, queries, keys, stages_per_round, several_stages, several_rounds)
 
 
 class HeadMoves:
@@ -98,182 +255,3 @@ def of_heads(inner_steps: Steps, heads: Sequence[Sequence[int]]) -> Steps:
         heads: for each rank of the head axis, the query heads that it computes.
     """
     return tuple(step._replace(heads=tuple(heads)) if step.pairs else step for step in inner_steps)
-
-
-@dataclass(frozen=True)
-class UlyssesPlan(HeadPlan):
-    """Plan of `Ulysses`."""
-
-    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
-        moves = HeadMoves(work, ranks)
-        heads = moves.heads
-        queries, keys = (moves.sizes, heads.queries), (moves.key_sizes, heads.keys)
-        q, v = work.batch * work.head_dim, work.batch * work.value_dim  # elements of one token and head, over all rows
-        e = work.e  # bytes of an element
-        # Gradients of a key head that several ranks share are partial sums, which are sent in the accumulation dtype.
-        grad = work.a if heads.has_shared_heads else e
-        rank_calls = (
-            replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))
-            for rank in range(ranks)
-        )
-        plan = moves.inner_plan(inner, tuple(rank_calls))
-        qkv = (
-            moves.to_heads(*queries, "q", q * e),
-            moves.to_heads(*keys, "k", q * e),
-            moves.to_heads(*keys, "v", v * e),
-        )
-        grads = (
-            moves.to_tokens(*queries, "dq", q * e),
-            moves.to_tokens(*keys, "dk", q * grad),
-            moves.to_tokens(*keys, "dv", v * grad),
-        )
-        out, dout = moves.to_tokens(*queries, "out", v * e), moves.to_heads(*queries, "dout", v * e)
-        forward, backward = (of_heads(inner_steps, heads.queries) for inner_steps in (plan.forward, plan.backward))
-        return replace(
-            plan,
-            forward=steps(Step(qkv), *forward, Step((out,))),
-            backward=steps(Step((dout,)), *backward, Step(grads)),
-        )
-
-    def forward_memory(self, x: Sizes, inner: float) -> float:
-        """Received q, k and v, and the inner method."""
-        return x.q + 2 * x.k + inner
-
-    def backward_memory(self, x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:
-        """Received dout, if there are several ranks, and the inner method."""
-        return (x.q if stages.ranks > 1 else 0) + inner
-
-
-@dataclass(frozen=True)
-class UPipePlan(HeadPlan):
-    """Plan of `UPipe`."""
-
-    heads_per_stage: int | None = None
-    prefetch: bool = False
-
-    projects_in_stages = True
-
-    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
-        moves = HeadMoves(work, ranks)
-        inner_plan = lru_cache(partial(moves.inner_plan, inner))  # most stages are equal
-        stages = stages_of(work.key_heads, ranks, self.heads_per_stage)
-        staged_steps = StagedSteps(moves, inner_plan, stages, self.prefetch)
-        q, v = work.batch * work.head_dim * work.e, work.batch * work.value_dim * work.e
-        sent_tensors = {"q": q, "out": v, "dout": v}
-        forward = staged_steps.steps({"q": q}, lambda plan: plan.forward, staged_steps.return_out)
-        backward = staged_steps.steps(sent_tensors, lambda plan: plan.backward, staged_steps.return_grads)
-        # A call on q, k and v saves lse by tokens, a call on hidden states by heads, which needs no all-to-all.
-        forward_end, backward_start = Step(), Step()
-        if not work.projected:
-            lse = (moves.sizes, moves.heads.queries, "lse", work.batch * work.a)
-            forward_end, backward_start = Step((moves.to_tokens(*lse),)), Step((moves.to_heads(*lse),))
-        return replace(
-            staged_steps.inner_plan_of(stages[0]),  # whose blocks have the shards of all stages
-            forward=steps(*forward, forward_end),
-            backward=steps(backward_start, *backward),
-        )
-
-    def forward_memory(self, x: Sizes, inner: float) -> float:
-        """Received q, k and v of a stage, and the inner method, without `prefetch`."""
-        return x.q + 2 * x.k + inner
-
-    def backward_memory(self, x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:
-        """Received q, out, dout, k and v of a stage, the sums of dk and dv of the round, and the inner method."""
-        # On one rank with one stage, out and dout need no copies. With several stages, the kernel needs a copy of the
-        # stage's heads.
-        outs = 2 * x.q if stages.ranks > 1 or stages.has_several_stages else 0
-        # A round of one stage has no sums. At the peak of a round of two stages, the sums are the first stage's dk and
-        # dv in their own dtype; with more stages they are in float32.
-        sum_width = 1 if alone and stages.stages_per_round == 2 else x.w
-        sums = 0 if stages.stages_per_round == 1 else 2 * x.k * sum_width
-        return x.q + outs + 2 * x.k + sums + inner
-
-
-@dataclass(frozen=True)
-class StagedSteps:
-    """Steps of each stage of a call, on all ranks.
-
-    Args:
-        inner_plan: returns the plan of the inner method on all ranks (`HeadMoves.inner_plan`), given the call of each
-            rank of the head axis.
-        prefetch: True if the tensors of a stage are sent during the stage before.
-    """
-
-    moves: HeadMoves
-    inner_plan: Callable[[tuple[AttentionShape | None, ...]], CommPlan]
-    stages: tuple[Stage, ...]
-    prefetch: bool
-
-    def steps(
-        self,
-        query_bytes: Mapping[str, int],
-        inner_steps: Callable[[CommPlan], Steps],
-        returns: Callable[[Stage], Sequence[Move]],
-    ) -> Iterator[Step]:
-        """Yields the steps of forward or backward.
-
-        Args:
-            query_bytes: for each query-sized tensor that is sent, by name, its bytes per token and query head.
-            inner_steps: takes forward or backward of the inner plan.
-            returns: returns the moves after a stage, which run one after another.
-        """
-        sends = [self._sends(stage, query_bytes) for stage in self.stages]
-        for i, stage in enumerate(self.stages):
-            # With prefetch the tensors of a stage are in flight at once, during the stage before; otherwise they are
-            # sent one after another before the stage.
-            if i == 0 and self.prefetch:
-                yield Step(tuple(sends[i]))
-            elif not self.prefetch:
-                yield from (Step((move,)) for move in sends[i])
-            next_sends = sends[i + 1] if self.prefetch and i + 1 < len(sends) else []
-            heads = [rank_heads.queries for rank_heads in stage.by_rank]
-            yield from overlap(next_sends, of_heads(inner_steps(self.inner_plan_of(stage)), heads))
-            yield from (Step((move,)) for move in returns(stage))
-
-    def return_out(self, stage: Stage) -> list[Move]:
-        """Returns the all-to-all that sends a stage's out from heads back to tokens."""
-        work, moves = self.moves.work, self.moves
-        return [moves.to_tokens(moves.sizes, stage.query_ranges, "out", work.batch * work.value_dim * work.e)]
-
-    def return_grads(self, stage: Stage) -> list[Move]:
-        """Returns the all-to-alls of dq, and of dk and dv of keys whose round ends."""
-        work, moves, returned_keys = self.moves.work, self.moves, stage.returned_keys
-        # Gradients of a key head that several ranks share are partial sums, which are sent in the accumulation dtype.
-        element_bytes = work.a if returned_keys.has_shared_heads else work.e
-        dq = moves.to_tokens(moves.sizes, stage.query_ranges, "dq", work.batch * work.head_dim * work.e)
-        key_bytes = {
-            "dk": work.batch * work.head_dim * element_bytes,
-            "dv": work.batch * work.value_dim * element_bytes,
-        }
-        return [dq, *(moves.to_tokens(moves.key_sizes, returned_keys.ranges, *tensor) for tensor in key_bytes.items())]
-
-    def _sends(self, stage: Stage, query_bytes: Mapping[str, int]) -> list[Move]:
-        """Returns the all-to-alls before a stage: k and v of keys whose round starts, then tensors of queries."""
-        work, moves = self.moves.work, self.moves
-        key_bytes = {"k": work.batch * work.head_dim * work.e, "v": work.batch * work.value_dim * work.e}
-        keys = [moves.to_heads(moves.key_sizes, stage.received_keys.ranges, *tensor) for tensor in key_bytes.items()]
-        return [*keys, *(moves.to_heads(moves.sizes, stage.query_ranges, *tensor) for tensor in query_bytes.items())]
-
-    def inner_plan_of(self, stage: Stage) -> CommPlan:
-        """Returns the inner method's plan of a stage, on all ranks."""
-        work = self.moves.work
-
-        def part(heads: RankHeads) -> AttentionShape | None:
-            if not heads.queries:
-                return None
-            return replace(work, key_heads=heads.key_heads(work.key_heads), kv_heads=len(heads.keys))
-
-        return self.inner_plan(tuple(map(part, stage.by_rank)))
-
-
-def head_stages(heads: int, key_heads: int, ranks: int, heads_per_stage: int | None = None) -> HeadStages:
-    """Returns the stages of the first rank of a head axis of `ranks` ranks.
-
-    Args:
-        heads_per_stage: query heads of a stage, on all ranks together; None: all heads in one stage.
-    """
-    schedule = [stage.by_rank[0] for stage in stages_of(key_heads_of(heads, key_heads), ranks, heads_per_stage)]
-    stages_per_round = next(i for i, stage in enumerate(schedule) if stage.ends_round) + 1
-    queries, keys = len(schedule[0].queries), len(schedule[0].keys)
-    several_stages, several_rounds = len(schedule) > 1, len(schedule) > stages_per_round
-    return HeadStages(ranks, queries, keys, stages_per_round, several_stages, several_rounds)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.ring import Backward, check_backward
-from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.comm_plan import (
     AttentionShape,
     Block,
@@ -22,7 +21,8 @@ from armillary.attention.planning.comm_plan import (
     side_by_side,
     steps,
 )
-from armillary.attention.planning.memory import (
+from armillary.attention.planning.method_plan import (
+    SequencePlan,
     Sizes,
     kernel_forward,
     rotate_keys_backward,
@@ -188,13 +188,13 @@ class NodeSteps:
 
     def _move(self, token_sends: TokenSends, step: int, payload: Payload) -> Move:
         """Returns the sends between nodes that start at a step, in the rings of all devices."""
-
-        def sends() -> Iterator[Send]:
-            for device, ring in enumerate(self.rings.rings):
-                for source, target, count in token_sends(ring, self.rings.grid, step):
-                    yield Send(self._rank(source, device), self._rank(target, device), count * payload.size)
-
-        return move("p2p", "nodes", payload.tensors, sends())
+        devices = self.rings.devices
+        sends = (
+            Send(source * devices + device, target * devices + device, count * payload.size)
+            for device, ring in enumerate(self.rings.rings)
+            for source, target, count in token_sends(ring, self.rings.grid, step)
+        )
+        return move("p2p", "nodes", payload.tensors, sends)
 
     def _attend(self, step: int, inner_steps: Callable[[CommPlan], Steps]) -> Steps:
         """Returns the inner method's steps during a step between nodes. All nodes run theirs at the same time."""
@@ -203,8 +203,8 @@ class NodeSteps:
             if node_step is not None:  # None: no pair of the node's queries and visiting keys is visible
                 layout, key_layout = node_step.layout, node_step.key_layout
                 plan = self.inner_plan(replace(self.work, layout=layout, key_layout=key_layout))
-                first = self._rank(node, 0)
-                by_node.append((within_node(node_step, inner_steps(plan)), range(first, first + devices)))
+                ranks = range(node * devices, (node + 1) * devices)
+                by_node.append((within_node(node_step, inner_steps(plan)), ranks))
         return side_by_side(by_node, devices * self.rings.nodes)
 
     @property
@@ -223,9 +223,6 @@ class NodeSteps:
             ("nodes", rings.devices, rings.rotating_side),
             lambda: [[node_step(node, step) for node in nodes] for step in nodes],
         )
-
-    def _rank(self, node: int, device: int) -> int:
-        return node * self.rings.devices + device
 
 
 def within_node(node_step: NodeStep, inner: Steps) -> Steps:

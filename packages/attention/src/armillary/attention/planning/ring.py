@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from armillary.attention.methods.ring import Backward, cheaper_side, check_backward
-from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.comm_plan import (
     AttentionShape,
     CommPlan,
@@ -23,7 +22,8 @@ from armillary.attention.planning.comm_plan import (
     reduce_scatter,
     steps,
 )
-from armillary.attention.planning.memory import (
+from armillary.attention.planning.method_plan import (
+    SequencePlan,
     Sizes,
     kernel_backward,
     kernel_forward,

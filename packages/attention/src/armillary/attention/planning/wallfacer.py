@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.ring import Backward, check_backward
 from armillary.attention.methods.teams import Placement, Teams
-from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.comm_plan import (
     AttentionShape,
     CommPlan,
     Move,
     Send,
     Step,
-    Steps,
     all_gather,
     move,
     reduce_scatter,
     steps,
 )
-from armillary.attention.planning.memory import Sizes, kernel_forward, rotate_keys_forward
+from armillary.attention.planning.method_plan import SequencePlan, Sizes, kernel_forward, rotate_keys_forward
 from armillary.attention.planning.ring import ring_backward_memory, ring_backward_steps, ring_forward_steps
 from armillary.core import SequenceLayout
 
@@ -57,24 +55,55 @@ class WallFacerPlan(SequencePlan):
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         teams = self.teams(work.layout.shards)
-        team_steps = TeamSteps(teams, work, self.gather_keys)
-        # Within the ring a team is one shard.
-        layout, key_layout = (teams.by_teams(x) for x in (work.layout, work.key_layout))
+        ranks_of = [teams.team_ranks(team) for team in range(teams.ranks // teams.team_size)]
+        sizes, key_sizes = work.layout.sizes, work.key_layout.sizes
+
+        # Steps 1 and 4: all-gathers and reduce-scatters within teams.
+        def gather(sizes: Sequence[int], *tensors: str) -> tuple[Move, ...]:
+            return tuple(all_gather(ranks_of, sizes, work.payload(name)) for name in tensors)
+
+        def scatter(sizes: Sequence[int], *tensors: str) -> tuple[Move, ...]:
+            return tuple(reduce_scatter(ranks_of, sizes, work.payload(name)) for name in tensors)
+
+        # Step 2: keys travel to the ranks of the ring.
+        def key_sends(size: int) -> Iterator[Send]:
+            for team, ranks in enumerate(ranks_of):
+                for member, rank in enumerate(ranks):
+                    target = teams.key_target(team, member)
+                    if self.gather_keys:  # each member sends the keys of the whole team to one rank
+                        yield Send(rank, target, sum(key_sizes[sender] for sender in ranks) * size)
+                    else:  # each member sends its own keys to the targets of all members
+                        yield from (Send(sender, target, key_sizes[sender] * size) for sender in ranks)
+
+        kv, dkv = work.payload("k", "v"), work.payload("dk", "dv")
+        placement = move("p2p", "ring", kv.tensors, key_sends(kv.size))
+        returns = move(
+            "p2p", "ring", dkv.tensors, (Send(target, source, size) for source, target, size in key_sends(dkv.size))
+        )
+
+        # Queries are gathered (1) while keys are gathered, which are placed (2) afterwards.
+        def start(query_moves: tuple[Move, ...]) -> tuple[Step, ...]:
+            if not self.gather_keys:
+                return (Step((*query_moves, placement)),)
+            return Step((*query_moves, *gather(key_sizes, "k", "v"))), Step((placement,))
+
+        # Step 3: within the ring a team is one shard.
+        layout, key_layout = teams.by_teams(work.layout), teams.by_teams(work.key_layout)
         ring_work = replace(work, layout=layout, key_layout=key_layout)
-        gather, scatter = team_steps.gather, team_steps.scatter
-        members = tuple(team_steps.team_ranks) if teams.team_size > 1 else None
+        # In backward, dk and dv return (2, 1) while dq is scattered (4).
+        key_scatter = scatter(key_sizes, "dk", "dv") if self.gather_keys else ()
+        members = tuple(ranks_of) if teams.team_size > 1 else None
         return CommPlan(
-            # Queries are gathered (1) while keys are gathered and placed (1, 2); then the ring (3) and the scatter (4).
             steps(
-                *team_steps.place_keys(gather("q")),
+                *start(gather(sizes, "q")),
                 *ring_forward_steps(ring_work, teams.rings("keys")),
-                Step(scatter("out", "lse")),
+                Step(scatter(sizes, "out", "lse")),
             ),
-            # The same, with dk and dv on the way back (2, 1) while dq is scattered (4).
             steps(
-                *team_steps.place_keys(gather("q", "out", "dout", "lse")),
+                *start(gather(sizes, "q", "out", "dout", "lse")),
                 *ring_backward_steps(ring_work, self.backward, teams.rings),
-                *team_steps.return_key_grads(scatter("dq")),
+                Step((*scatter(sizes, "dq"), returns)),
+                Step(key_scatter),
             ),
             query_shards=members,
             key_shards=members,
@@ -112,57 +141,3 @@ class WallFacerPlan(SequencePlan):
         ranks, team = work.layout.shards, self.team
         queries, keys = (work.layout.length // ranks * n * work.e for n in (work.q + work.out, work.k + work.v))
         return ranks // team * keys, (team - 1) * (queries + keys)
-
-
-@dataclass(frozen=True)
-class TeamSteps:
-    """The steps of WallFacer before and after the ring, on all ranks."""
-
-    teams: Teams
-    work: AttentionShape
-    gather_keys: bool
-
-    @property
-    def team_ranks(self) -> list[tuple[int, ...]]:
-        """The ranks of each team, in member order."""
-        return [self.teams.team_ranks(team) for team in range(self.teams.ranks // self.teams.team_size)]
-
-    def gather(self, *tensors: str) -> tuple[Move, ...]:
-        """Returns step 1 for tensors of queries: all-gathers within teams."""
-        sizes = self.work.layout.sizes
-        return tuple(all_gather(self.team_ranks, sizes, self.work.payload(name)) for name in tensors)
-
-    def scatter(self, *tensors: str) -> tuple[Move, ...]:
-        """Returns step 4 for tensors of queries: reduce-scatters within teams."""
-        sizes = self.work.layout.sizes
-        return tuple(reduce_scatter(self.team_ranks, sizes, self.work.payload(name)) for name in tensors)
-
-    def place_keys(self, query_moves: tuple[Move, ...]) -> Steps:
-        """Returns steps 1 and 2 for keys. `query_moves` are in flight during the first of them."""
-        work, tokens = self.work, self.work.key_layout.sizes
-        payload = work.payload("k", "v")
-        placement = move("p2p", "ring", payload.tensors, self._key_sends(payload.size))
-        if not self.gather_keys:
-            return steps(Step((*query_moves, placement)))
-        gathers = (all_gather(self.team_ranks, tokens, work.payload(name)) for name in payload.tensors)
-        return steps(Step((*query_moves, *gathers)), Step((placement,)))
-
-    def return_key_grads(self, query_moves: tuple[Move, ...]) -> Steps:
-        """Returns steps 2 and 1 backwards, for dk and dv. `query_moves` are in flight during the first of them."""
-        work, tokens = self.work, self.work.key_layout.sizes
-        payload = work.payload("dk", "dv")
-        sends = (Send(target, source, size) for source, target, size in self._key_sends(payload.size))
-        scatters = (reduce_scatter(self.team_ranks, tokens, work.payload(name)) for name in payload.tensors)
-        returns = move("p2p", "ring", payload.tensors, sends)
-        return steps(Step((*query_moves, returns)), Step(tuple(scatters) if self.gather_keys else ()))
-
-    def _key_sends(self, size: int) -> Iterator[Send]:
-        """Yields the sends of keys in step 2, of `size` bytes a token."""
-        tokens = self.work.key_layout.sizes
-        for team, ranks in enumerate(self.team_ranks):
-            for member, rank in enumerate(ranks):
-                target = self.teams.key_target(team, member)
-                if self.gather_keys:  # each member sends the keys of the whole team to one rank
-                    yield Send(rank, target, sum(tokens[sender] for sender in ranks) * size)
-                else:  # each member sends its own keys to the targets of all members
-                    yield from (Send(sender, target, tokens[sender] * size) for sender in ranks)

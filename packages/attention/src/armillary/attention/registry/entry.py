@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.teams import Placement
-from armillary.attention.planning.base import HeadPlan, MethodPlan, SequencePlan
 from armillary.attention.planning.comm_plan import Role
+from armillary.attention.planning.method_plan import HeadPlan, MethodPlan, SequencePlan
 
 
 class MethodOptions(NamedTuple):

@@ -18,10 +18,9 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.teams import Placement
-from armillary.attention.planning.base import HeadPlan, MethodPlan, SequencePlan
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Role
 from armillary.attention.planning.heads import UPipePlan, head_stages
-from armillary.attention.planning.memory import HeadStages
+from armillary.attention.planning.method_plan import HeadPlan, HeadStages, MethodPlan, SequencePlan
 from armillary.attention.registry.entry import DEFAULT_OPTIONS, HeadEntry, MethodOptions, SequenceEntry
 from armillary.attention.registry.table import ALIASES, HEAD_METHODS, LOCAL, SEQUENCE_METHODS
 from armillary.core import SequenceLayout

@@ -16,8 +16,8 @@ from armillary.attention.methods.token_ring import TokenRing
 from armillary.attention.methods.ulysses import Ulysses
 from armillary.attention.methods.upipe import UPipe
 from armillary.attention.methods.wallfacer import WallFacer
-from armillary.attention.planning.base import SequencePlan
 from armillary.attention.planning.heads import UlyssesPlan, UPipePlan
+from armillary.attention.planning.method_plan import SequencePlan
 from armillary.attention.planning.nodes import DoubleRingPlan, TokenRingOverNodesPlan
 from armillary.attention.planning.ring import AllGatherPlan, LocalPlan, RingPlan, TokenRingPlan
 from armillary.attention.planning.wallfacer import WallFacerPlan

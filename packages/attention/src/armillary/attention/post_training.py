@@ -1,22 +1,35 @@
-"""Losses of post-training: DPO (arXiv 2305.18290), GRPO (arXiv 2402.03300) and policy gradient.
+"""Post-training: DPO (arXiv 2305.18290), GRPO (arXiv 2402.03300) and policy gradient, on tokens that any rank may have.
 
 Each rank passes the log-probabilities of its labels, and for each label the index of its sequence. One all-reduce per
-loss and axis sums the values of each sequence over ranks, so loss and metrics are equal on all ranks.
+loss and axis (`segment_sum`) sums the values of each sequence over ranks, so loss and metrics are equal on all ranks.
+`completion_labels` returns the labels of packed trees, which store a prompt once, followed by its completions.
 
 Letters: M labels on this rank, S sequences of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, Literal, NamedTuple, cast, get_args
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.post_training.segment_sum import Axes, Reduction, segment_sum
+from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
+from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.base import Method
+from armillary.core import Axis, Segments, SequenceLayout, accumulation_dtype
+from armillary.core.parts import MISSING, check_tensor, integer
 
+Axes = Method | Sequence[DeviceMesh | Axis]
+"""All axes over which tokens or rows differ: a method, for its axes, or a list of 1-D meshes or axes."""
+Reduction = Literal["summed", "averaged"]
+"""Reduction of parameters' gradients over ranks after backward; see `segment_sum`."""
 Normalization = Literal["sequence", "token"] | float
 """Average of per-token losses: "sequence", the mean over sequences of the mean over their tokens (GRPO); "token", the
 mean over all tokens (DAPO); a number L, the sum over all tokens divided by S L (Dr. GRPO; 1 is REINFORCE)."""
@@ -262,3 +275,169 @@ def _normalize(sums: Tensor, lengths: Tensor, normalize: Normalization) -> Tenso
 
 def _ratio(total: Tensor, count: Tensor) -> Tensor:
     return total / count.clamp(min=1)  # 0 and not NaN without tokens
+
+
+# -- sums over sequences -----------------------------------------------------------------------------------------------
+
+
+def segment_sum(
+    values: Tensor, sequences: Tensor, count: int, axes: Axes = (), *, gradients: Reduction = "summed"
+) -> Tensor:
+    """Returns the sums of each sequence over all ranks, [count] or [count, K], with the same bits on every rank.
+
+    The result is one tensor of which each rank has a copy. Every rank calls backward with the same upstream gradient;
+    the gradient of a value is that of its sequence (times a factor, see `gradients`), without communication.
+
+    Args:
+        values: floating-point [...] shaped as `sequences`, or [..., K] for K sums of each sequence, in one message.
+        sequences: integers, the number of each value's sequence, numbered over all ranks of `axes`; negative for values
+            of no sequence.
+        count: number of sequences of all ranks.
+        axes: see `Axes`.
+        gradients: how gradients of parameters are reduced over these ranks after backward: "summed", by
+            `sum_gradients`, or "averaged", by FSDP2 or DDP alone. "averaged" multiplies gradients by the number of
+            ranks, so that their average is the sum.
+
+    Bytes sent: 2 (R - 1) / R count K w for each axis of R ranks, with w = 4 (8 in float64); kind "all_reduce".
+
+    Raises:
+        ValueError: shapes or dtypes that do not match; a negative `count`; another `gradients`; a method whose axes are
+            unknown. Raised before any communication.
+        IndexError: a sequence number of `count` or more, on the CPU. On a GPU it is an assertion of torch's kernel.
+    """
+    check_tensor("values", values)
+    check_tensor("sequences", sequences)
+    count = integer("count", count, minimum=0)
+    if gradients not in get_args(Reduction):
+        raise ValueError(f"gradients={gradients!r}: accepted are {', '.join(get_args(Reduction))}")
+    if sequences.is_floating_point() or values.shape[: sequences.ndim] != sequences.shape:
+        raise ValueError(
+            f"sequences must be integers shaped as values; got {sequences.dtype} {tuple(sequences.shape)} for values "
+            f"{tuple(values.shape)}"
+        )
+    if values.ndim > sequences.ndim + 1 or not values.is_floating_point():
+        raise ValueError(f"values {tuple(values.shape)} {values.dtype}: floating-point [...] or [..., K] is accepted")
+    reduced_axes = list(method_axes(axes)) if isinstance(axes, Method) else [Axis.of(axis) for axis in axes]
+    # Values of no sequence are added to row 0, which is dropped. Numbers out of range are left to index_put, because a
+    # check here would wait for the GPU.
+    rows = (sequences.flatten().long() + 1).clamp(min=0)
+    flat = values.reshape(len(rows), *values.shape[sequences.ndim :])
+    sums = flat.new_zeros((count + 1, *flat.shape[1:]), dtype=accumulation_dtype(values.dtype))
+    sums = sums.index_put((rows,), flat.to(sums.dtype), accumulate=True)[1:]
+    # The factor cancels the division by the number of ranks in the average of FSDP2 or DDP.
+    factor = prod(axis.size for axis in reduced_axes) if gradients == "averaged" else 1
+    return cast(Tensor, _SegmentSum.apply(sums, [axis for axis in reduced_axes if axis.size > 1], factor))
+
+
+class _SegmentSum(torch.autograd.Function):
+    """The sum over ranks, whose gradient is the upstream gradient times a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: list[Axis], factor: int) -> Tensor:
+        ctx.factor = factor
+        return sum_over_axes(x.detach(), axes) if axes else x.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return grads[0] * ctx.factor, None, None
+
+
+# -- labels of completions ---------------------------------------------------------------------------------------------
+
+
+class CompletionLabels(NamedTuple):
+    """The M labels that tokens of one rank predict. A label that is in several sequences is listed once for each.
+
+    A sequence is a path from a root to a leaf, with a trained segment. Sequences are numbered in order of their leaves.
+    """
+
+    positions: Tensor
+    """Integers [M] on the CPU: b T + t for the local token t of row b that predicts the label."""
+    labels: Tensor
+    """Integers [M] on the device of ids: the token ids to predict."""
+    sequences: Tensor
+    """Integers [M] on the device of ids: the number of the label's sequence."""
+    sequence_count: int
+    """Number of sequences of all rows."""
+
+
+def completion_labels(
+    ids: Tensor,
+    mask: AttentionMask,
+    layout: SequenceLayout | None = None,
+    shard: int = 0,
+    *,
+    trained: Sequence[Sequence[bool]] | None = None,
+) -> CompletionLabels:
+    """Returns the labels of this rank's tokens, for `token_logprobs` and `segment_sum`.
+
+    The last token of a prompt predicts the first token of each of its completions, so one position may have several
+    labels. A prompt with a single completion is a tree of two segments. Padding is a tree of one segment.
+
+    Args:
+        ids: [B, N], whole rows.
+        mask: `AttentionMask.tree`, or `rows` of them. A document is a tree of one segment, a root.
+        layout: layout of the sequence over all ranks of the method; one shard by default.
+        shard: this rank's shard of the layout.
+        trained: for each row one boolean per segment, True if the segment's tokens are labels. By default True for all
+            segments except roots.
+
+    Raises:
+        ValueError: ids that are not [B, N]; a mask without `segments`, or with another number of rows; a layout of
+            another length; `trained` with another number of rows or segments.
+    """
+    check_tensor("ids", ids)
+    if ids.ndim != 2:
+        raise ValueError(f"ids {tuple(ids.shape)}: whole rows [B, N] are needed")
+    rows, length = ids.shape
+    layout = SequenceLayout.contiguous(length, 1) if layout is None else layout
+    if layout.length != length:
+        raise ValueError(f"layout={layout}: its length differs from that of ids, {length}")
+    segments = mask.segments(length)
+    if len(segments) not in (1, rows):
+        raise ValueError(f"mask has {len(segments)} rows, ids have {rows}")
+    segments = segments * rows if len(segments) == 1 else segments
+    if trained is not None and len(trained) != rows:
+        raise ValueError(f"trained has {len(trained)} rows, ids have {rows}")
+    own_positions = layout.positions(shard).numpy()
+    local_index = np.full(length, MISSING)  # of each position of a row; MISSING on other ranks
+    local_index[own_positions] = np.arange(len(own_positions))
+    entries, count = [np.empty((0, 3), dtype=np.int64)], 0
+    for row, tree in enumerate(segments):
+        is_trained = [parent != MISSING for parent in tree.parents] if trained is None else list(trained[row])
+        if len(is_trained) != len(tree.parents):
+            raise ValueError(f"trained[{row}] has {len(is_trained)} entries for {len(tree.parents)} segments")
+        numbers = _sequence_numbers(tree, is_trained, count)
+        count += len({number for segment_numbers in numbers for number in segment_numbers})
+        for segment in (segment for segment, is_label in enumerate(is_trained) if is_label):
+            tokens = np.arange(tree.ends[segment], tree.ends[segment + 1])
+            predictors = tree.ancestors(tokens, 1)
+            # A root's first token has no predictor, and another rank may have the token that predicts.
+            is_local = (predictors != MISSING) & (local_index[predictors] != MISSING)
+            tokens, predictors = tokens[is_local], predictors[is_local]
+            # Indices over all rows: of the predicting token among local tokens, of the label in the flattened ids.
+            columns = [row * len(own_positions) + local_index[predictors], row * length + tokens]
+            entries += [np.stack([*columns, np.full(len(tokens), number)], 1) for number in numbers[segment]]
+    table = torch.from_numpy(np.concatenate(entries))
+    labels = ids.flatten()[table[:, 1].to(ids.device)].long()
+    return CompletionLabels(table[:, 0], labels, table[:, 2].to(ids.device), count)
+
+
+def _sequence_numbers(tree: Segments, trained: Sequence[bool], first: int) -> list[list[int]]:
+    """Returns the numbers, from `first` on, of the sequences that contain each segment.
+
+    Paths without a trained segment have no number.
+    """
+    numbers: list[list[int]] = [[] for _ in tree.parents]
+    leaves = sorted({*range(len(tree.parents))} - {*tree.parents})
+    for leaf in leaves:
+        path, segment = list[int](), leaf
+        while segment != MISSING:
+            path.append(segment)
+            segment = tree.parents[segment]
+        if any(trained[segment] for segment in path):
+            for segment in path:
+                numbers[segment].append(first)
+            first += 1
+    return numbers
