@@ -32,7 +32,7 @@ from armillary.attention import (
     WallFacer,
     build_attention,
 )
-from armillary.attention.tiling.tiles import tiles
+from armillary.attention.tiling.grid import Grid
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import World, mesh
 from armillary.data.console.units import count_argument
@@ -94,7 +94,8 @@ def kernels_alone(ranks: int, tokens: int) -> Turn:
     layout = contender("ring", ranks).layout(tokens)
     rank = dist.get_rank()
     q, k, v, dout = (x.detach().transpose(1, 2) for x in inputs(layout.sizes[rank]))
-    calls = [tile for shard in range(ranks) for tile in tiles(layout.spans(rank), layout.spans(shard), MASK)]
+    grid = Grid(layout, layout, MASK)
+    calls = [tile for shard in range(ranks) for tile in grid.tiles(rank, shard, 0)]
     aten = torch.ops.aten
 
     def turn() -> None:
@@ -207,9 +208,9 @@ def closed_form(attend: Method, tokens: int) -> float:
 def balance(ranks: int, tokens: int) -> float:
     """Largest over mean tile area of the ranks of a causal zigzag ring, in the worst step."""
     layout = SequenceLayout.zigzag(tokens, ranks)
-    worst = 1.0
+    grid, worst = Grid(layout, layout, MASK), 1.0
     for step in range(ranks):
-        cells = [tiles(layout.spans(r), layout.spans((r - step) % ranks), MASK) for r in range(ranks)]
+        cells = [grid.tiles(r, (r - step) % ranks, 0) for r in range(ranks)]
         areas = [sum(tile.area for tile in cell) for cell in cells]
         worst = max(worst, max(areas) * ranks / sum(areas))
     return worst

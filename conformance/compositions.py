@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionShape, CommPlan, Method, Ring, WallFacer, build_attention, build_comm_plan
 from armillary.attention.methods.ring import Backward
-from armillary.attention.planning.ring import RingPlan
-from armillary.attention.planning.wallfacer import WallFacerPlan
+from armillary.attention.planning.rings import RingPlan, WallFacerPlan
 from armillary.attention.plans import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, Placement, names
 from armillary.core.mesh import ALL_AXES
 from armillary.core.parts import compat, dtensor

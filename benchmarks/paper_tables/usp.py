@@ -10,7 +10,7 @@ from sent_bytes import CallSizes, sent_bytes
 
 from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.planning.heads import UlyssesPlan
-from armillary.attention.planning.ring import RingPlan
+from armillary.attention.planning.rings import RingPlan
 from armillary.attention.plans import Step
 from armillary.core import SequenceLayout
 from armillary.models.parallel import ZeroStage

@@ -16,8 +16,7 @@ from fake_ranks import on_fake_ranks
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, Ring, UPipe, WallFacer
 from armillary.attention.planning.comm_plan import Role
-from armillary.attention.planning.ring import RingPlan
-from armillary.attention.planning.wallfacer import WallFacerPlan
+from armillary.attention.planning.rings import RingPlan, WallFacerPlan
 from armillary.attention.plans import UPipePlan
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid

@@ -16,8 +16,7 @@ from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.teams import Teams
 from armillary.attention.planning.comm_plan import Block, Kind
 from armillary.attention.planning.heads import UlyssesPlan
-from armillary.attention.planning.ring import RingPlan
-from armillary.attention.planning.wallfacer import WallFacerPlan
+from armillary.attention.planning.rings import RingPlan, WallFacerPlan
 from armillary.attention.plans import Send, Step, UPipePlan, names
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh

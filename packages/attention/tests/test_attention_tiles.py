@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from armillary.attention import AttentionMask
 from armillary.attention.reference import visible_pairs
-from armillary.attention.tiling.grid import Grid
-from armillary.attention.tiling.tiles import tiles
+from armillary.attention.tiling.grid import Grid, PartialLayout
 from armillary.core import SequenceLayout
 from conformance.draw_masks import drawn_mask
 from conformance.tensors import drawn_layout, drawn_sizes
@@ -31,7 +30,8 @@ def covered(tile, queries: int, keys: int) -> torch.Tensor:
 def check_cover(
     queries: SequenceLayout, i: int, keys: SequenceLayout, j: int, mask: AttentionMask, row: int = 0
 ) -> None:
-    check_pairs(tiles(queries.spans(i), keys.spans(j), mask, row), queries.positions(i), keys.positions(j), mask, row)
+    parts = Grid(queries, keys, mask).tiles(i, j, row if mask.per_row else 0)
+    check_pairs(parts, queries.positions(i), keys.positions(j), mask, row)
 
 
 def check_pairs(parts: tuple, rows: torch.Tensor, columns: torch.Tensor, mask: AttentionMask, row: int) -> None:
@@ -177,7 +177,7 @@ def test_every_cell_of_the_usual_layouts_under_a_window(kind, window):
 
 
 def tiles_of(layout: SequenceLayout, i: int, j: int, mask: AttentionMask = CAUSAL) -> tuple:
-    return tiles(layout.spans(i), layout.spans(j), mask)
+    return Grid(layout, layout, mask).tiles(i, j, 0)
 
 
 def area(layout: SequenceLayout, i: int, j: int, mask: AttentionMask = CAUSAL) -> int:
@@ -253,7 +253,8 @@ def test_a_causal_window_on_one_shard_is_one_band():
 
 def test_an_empty_shard_has_no_tiles():
     for queries, keys in (((range(3),), ()), ((), (range(3),)), ((), ())):
-        assert tiles(queries, keys, AttentionMask()) == ()
+        layouts = (PartialLayout([spans], length=3) for spans in (queries, keys))
+        assert Grid(*layouts, AttentionMask()).tiles(0, 0, 0) == ()
 
 
 def test_pairs_beyond_64_bits_are_exact():

@@ -16,8 +16,6 @@ from armillary.attention.kernels.choice import (
     KERNELS,
     MULTIPROCESSORS,
     PERSISTENT,
-    Efficiency,
-    KernelCandidate,
     check_kernel_name,
     choose_kernel,
     default_margin,
@@ -34,7 +32,6 @@ from armillary.attention.kernels.kernel import (
     Lengths,
     PackingKernel,
     Scores,
-    Tile,
     check_softcap,
     contiguous_rows,
 )

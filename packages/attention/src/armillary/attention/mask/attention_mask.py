@@ -393,18 +393,6 @@ class AttentionMask:
             self._check_row(row, length, keys)
         return [self.row(row)._slices(length, keys) for row in rows]
 
-    def slices_up_to(self, length: int) -> Slices:
-        """Returns the slices of a mask of one row, at least for the positions below `length`.
-
-        Unlike `slices`, this accepts a `length` that is shorter than the sequence for which the mask was made.
-        """
-        ends = self.boundaries()
-        if ends is None and isinstance(self.pattern, Tree):
-            ends = self.pattern.ends
-        mask_length = ends[-1] if ends else self.pattern.length if isinstance(self.pattern, Blocks) else None
-        length = max(length, mask_length or 0)
-        return self._slices(length, length)
-
     def _slices(self, queries: int, keys: int) -> Slices:
         """Returns the slices of a mask of one row, for numbers of queries and keys that fit it."""
         ends, pattern, bounds = self.boundaries(), self._row_pattern, band(self.causal, self.window)
@@ -463,10 +451,14 @@ class AttentionMask:
 
         For few tokens: its memory and time grow with T x S.
         """
-        length = 1 + max(int(x.max()) if x.numel() else 0 for x in (queries, keys))
+        mask = self.row(row)
+        # The positions may be a part of the sequence for which the mask was made.
+        ends = mask.pattern.ends if isinstance(mask.pattern, Tree) else mask.boundaries()
+        mask_length = ends[-1] if ends else mask.pattern.length if isinstance(mask.pattern, Blocks) else None
+        length = max(mask_length or 0, *(1 + int(x.max()) if x.numel() else 0 for x in (queries, keys)))
         visible = torch.zeros(len(queries), len(keys), dtype=torch.bool, device=queries.device)
         i, j = queries[:, None], keys[None, :]
-        for q0, q1, k0, k1, low, high in self.row(row).slices_up_to(length).tolist():
+        for q0, q1, k0, k1, low, high in mask._slices(length, length).tolist():
             visible |= (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (low <= j - i) & (j - i <= high)
         return visible
 

@@ -29,7 +29,7 @@ from armillary.attention.planning.method_plan import (
     rotate_keys_forward,
     rotate_queries_backward,
 )
-from armillary.attention.planning.ring import (
+from armillary.attention.planning.rings import (
     RingPlan,
     TokenRingPlan,
     TokenSends,

@@ -19,8 +19,7 @@ from armillary.attention.methods.wallfacer import WallFacer
 from armillary.attention.planning.heads import UlyssesPlan, UPipePlan
 from armillary.attention.planning.method_plan import SequencePlan
 from armillary.attention.planning.nodes import DoubleRingPlan, TokenRingOverNodesPlan
-from armillary.attention.planning.ring import AllGatherPlan, LocalPlan, RingPlan, TokenRingPlan
-from armillary.attention.planning.wallfacer import WallFacerPlan
+from armillary.attention.planning.rings import AllGatherPlan, LocalPlan, RingPlan, TokenRingPlan, WallFacerPlan
 from armillary.attention.registry.entry import HeadEntry, MethodOptions, SequenceEntry
 
 

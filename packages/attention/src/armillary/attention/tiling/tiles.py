@@ -1,5 +1,7 @@
 """The tiles of a pair of shards under a mask: intersections of slices and spans, joined into few kernel calls.
 
+`tile_array` intersects a mask's slices with the spans of both shards, and `join_tiles` joins adjacent tiles.
+
 A slice of a mask is a band on positions: query i sees key j iff low <= j - i <= high. Its intersection with a span of
 queries and a span of keys is at most one tile if both have the same step, because bounds on positions are then bounds
 on local indices: a *band* on a rectangle, in which query a (a row) sees key b (a column) iff low <= b - a <= high. A
@@ -20,27 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from armillary.attention.kernels.kernel import Tile
-from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
 from armillary.core.parts import FAR, Integers, Slices, Spans, widen
 
 TileArray = NDArray[np.int64]
 """[n, 7]: key shard, q0, q1, k0, k1, low, high of n tiles, as in `Tile`; -FAR and FAR stand for no bound."""
-
-
-def tiles(queries: Spans, keys: Spans, mask: AttentionMask, row: int = 0) -> tuple[Tile, ...]:
-    """Returns tiles that cover each visible (query, key) pair of two shards once, and no other pair.
-
-    Args:
-        queries: the spans of the query shard, in local order.
-        keys: the spans of the key shard, in local order.
-        row: row of the batch; it matters only if rows have their own masks or documents.
-    """
-    if not queries or not keys:  # such as an empty key/value cache
-        return ()
-    query_table, key_table = SpanTable.of([queries]), SpanTable.of([keys])
-    length = int(max(query_table.stop.max(), key_table.stop.max()))
-    return join_tiles(tile_array(query_table, key_table, mask.row(row).slices_up_to(length)))
 
 
 # -- spans of shards ---------------------------------------------------------------------------------------------------
