@@ -82,13 +82,8 @@ def dpo_loss(
         ValueError: tensors whose shapes do not match; `pairs` that are empty, negative or no integers.
         IndexError: a sequence beyond the last of `pairs`, on the CPU.
     """
-    if (
-        pairs.ndim != 2
-        or pairs.shape[1] != 2
-        or not len(pairs)
-        or pairs.is_floating_point()
-        or pairs.dtype is torch.bool
-    ):
+    is_integer = not pairs.is_floating_point() and pairs.dtype is not torch.bool
+    if not is_integer or pairs.ndim != 2 or pairs.shape[1] != 2 or not len(pairs):
         raise ValueError(
             f"pairs must be integers [S / 2, 2], one pair at least; got {pairs.dtype} {tuple(pairs.shape)}"
         )

@@ -166,9 +166,6 @@ class Tree(RowPattern):
     def __init__(self, ends: Sequence[int], parents: Sequence[int]) -> None:
         self.ends = boundaries_of(_integers_of(ends))
         self.parents = tuple(integer("parent", parent) for parent in _integers_of(parents))
-        self._check_parents()
-
-    def _check_parents(self) -> None:
         if len(self.parents) != len(self.ends) - 1:
             raise ValueError(f"{len(self.parents)} parents for {len(self.ends) - 1} segments; each needs one, or -1")
         if (segment := misplaced_segment(self.parents)) is not None:

@@ -1,1 +1,7 @@
-"""From masks and layouts to kernel calls: tiles, the grid of blocks, one block, and the merge of partial results."""
+"""From masks and layouts to kernel calls.
+
+tiles     the tiles of a query shard and all key shards: slices intersected with spans, joined
+grid      `Grid`: tiles, visible tokens and numbers of pairs of each block, cached; layouts of some positions
+block     `BlockAttention`: the kernel calls of one block, small ones packed
+merge     accumulators of partial results and of gradients
+"""
