@@ -28,7 +28,7 @@ from tokenizers import Tokenizer
 from torch.utils.data import DataLoader, Dataset
 
 from armillary.attention import AttentionMask
-from armillary.attention.methods.teams import Teams
+from armillary.attention.methods.wallfacer import Teams
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance
 from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus

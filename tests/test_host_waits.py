@@ -41,8 +41,8 @@ ALLOWED = {
     "models/loss/labels.py: cpu": "positions of labels, read once when they are computed",
     "models/loss/labels.py: tolist": "positions of labels on the host, if the caller gave them there",
     "models/loss/labels.py: tensor": "bounds of a chunk, searched on the host",
-    "attention/call/graph_calls.py: item": "a module's number, on the host",
     "attention/kernels/kernel.py: tensor": "made on the host, and sent from pinned memory",
+    "attention/call/calls.py: item": "a module's number, on the host",
     "train/step.py: item": "the metrics",
 }
 

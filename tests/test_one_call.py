@@ -7,7 +7,7 @@ import torch
 from test_structure import reached
 
 from armillary.attention import AttentionMask, Local, Ring, TokenRing, Ulysses
-from armillary.attention.call.interface import AttentionMethod
+from armillary.attention.call.spec import AttentionMethod
 from armillary.attention.kernels.top_left import TopLeft
 from armillary.core.testing import mesh
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from armillary.attention import AttentionMask, Local, Method, build_attention
-from armillary.attention.call.graph_calls import GraphCall
+from armillary.attention.call.calls import GraphCall
 from armillary.attention.parts import AttentionOptions
 from armillary.core import CommLedger
 from armillary.core.parts import pack
@@ -21,7 +21,7 @@ NAMES = ("ring", "token_ring", "wallfacer", "all_gather", "ulysses", "upipe")
 def test_the_ops_pass_torchs_checks():
     """Checks the schema and the fake kernels. Other tests trace the gradient: `opcheck` would give lse one."""
     attend, *(q, k, v) = Local(), *(torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
-    packed = pack(*GraphCall.of(attend, AttentionOptions(AttentionMask()), TOKENS, TOKENS))
+    packed = pack(*GraphCall.of(attend, AttentionOptions(AttentionMask()), TOKENS, TOKENS).objects)
     test_names = ("test_schema", "test_autograd_registration", "test_faketensor")
     for sinks in (None, torch.randn(HEADS, requires_grad=True)):
         attention = torch.ops.armillary.attention.default

@@ -13,7 +13,7 @@ import torch
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, build_attention, build_comm_plan
 from armillary.attention.methods.head_shards import split_heads
 from armillary.attention.methods.ring import Backward
-from armillary.attention.methods.teams import Teams
+from armillary.attention.methods.wallfacer import Teams
 from armillary.attention.planning.comm_plan import Block, Kind
 from armillary.attention.planning.heads import UlyssesPlan
 from armillary.attention.planning.rings import RingPlan, WallFacerPlan

@@ -37,7 +37,7 @@ from armillary.attention import (
 from armillary.attention.context_parallel import ContextParallelStyle
 from armillary.attention.context_parallel.dense_masks import mask_of_tensor
 from armillary.attention.mask import Prefix
-from armillary.attention.methods.teams import Teams
+from armillary.attention.methods.wallfacer import Teams
 from armillary.attention.parts import segment_sum
 from armillary.attention.post_training import completion_labels, dpo_loss, grpo_loss
 from armillary.core import Axis, SequenceLayout

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from armillary.attention.call.sources import write_heads
 from armillary.attention.call.spec import key_heads_of
-from armillary.attention.methods.stages import RankHeads, Stage, stages_of
+from armillary.attention.methods.head_shards import RankHeads, Stage, stages_of
 from armillary.attention.parts import head_slices, select_heads
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from armillary.attention.methods.teams import Teams
+from armillary.attention.methods.wallfacer import Teams
 
 WORLDS = [(1, 1), (4, 1), (4, 2), (8, 2), (16, 2), (16, 4), (12, 2), (18, 3), (64, 4)]
 

@@ -2,13 +2,17 @@
 # ruff: noqa: F401
 """Parts of attention that the packages above are built from."""
 
-from armillary.attention.call.gradient_sums import GradientSums
-from armillary.attention.call.graph_calls import ProjectionParts
-from armillary.attention.call.recompute import RNGReplay, capture_autocast, outside_autocast
-from armillary.attention.call.sources import head_slices, select_heads, update_heads
+from armillary.attention.call.recompute import (
+    GradientSums,
+    RNGReplay,
+    autocast_enabled,
+    capture_autocast,
+    outside_autocast,
+)
+from armillary.attention.call.sources import ProjectionParts, head_slices, select_heads, update_heads
 from armillary.attention.call.spec import AttentionOptions
-from armillary.attention.call.validation import autocast_enabled, check_call, over_all_ranks
-from armillary.attention.context_parallel.batch import ContextParallelBatch
+from armillary.attention.call.validation import check_call, over_all_ranks
+from armillary.attention.context_parallel.batch import IGNORED, ContextParallelBatch, documents_of_positions
 from armillary.attention.context_parallel.communication import (
     TensorCache,
     find_axes,
@@ -18,9 +22,14 @@ from armillary.attention.context_parallel.communication import (
     sequence_axis,
     sum_over_axes,
 )
-from armillary.attention.context_parallel.registries import Registries, ShardedImplementation, method_of_implementation
-from armillary.attention.context_parallel.rows import IGNORED, documents_of_positions
-from armillary.attention.context_parallel.sdpa import Routing, in_backward, unbound
+from armillary.attention.context_parallel.sdpa import (
+    Registries,
+    Routing,
+    ShardedImplementation,
+    in_backward,
+    method_of_implementation,
+    unbound,
+)
 from armillary.attention.context_parallel.sequence import SequenceContext, check_method, check_tokens, current_sequence
 from armillary.attention.kernels import (
     FAMILIES,

@@ -2,8 +2,8 @@
 # ruff: noqa: F401
 """Methods by name and their communication plans, for the trainer and the planner."""
 
-from armillary.attention.methods.rank_grid import check_rank_grid
-from armillary.attention.methods.teams import Placement
+from armillary.attention.methods.base import check_rank_grid
+from armillary.attention.methods.wallfacer import Placement
 from armillary.attention.planning.comm_plan import (
     Move,
     Payload,
@@ -16,6 +16,14 @@ from armillary.attention.planning.comm_plan import (
 )
 from armillary.attention.planning.heads import UPipePlan, head_stages
 from armillary.attention.planning.method_plan import HeadStages, Sizes
-from armillary.attention.registry.entry import MethodOptions
-from armillary.attention.registry.named import NamedMethod, methods_without_plan, named_method, names, variants
-from armillary.attention.registry.table import ALIASES, HEAD_METHODS, SEQUENCE_METHODS
+from armillary.attention.registry import (
+    ALIASES,
+    HEAD_METHODS,
+    SEQUENCE_METHODS,
+    MethodOptions,
+    NamedMethod,
+    methods_without_plan,
+    named_method,
+    names,
+    variants,
+)

@@ -1,16 +1,12 @@
-"""One attention call, from its arguments to forward and backward. Its main files import only files below them:
+"""One attention call, from its arguments to forward and backward. Each file imports only files below it:
 
     dtensors            DTensors: placements are checked, local tensors computed, DTensors returned
-    attend              local tensors: checked, then run in eager mode or traced into a graph
-    project             hidden states in eager mode (`eager_only`: in a graph, with a graph break)
-    autograd            the op pair that autograd, selective checkpointing and torch.compile see
-    graph_calls         a call in a compiled graph: the objects that its op takes
+    autograd            local tensors: checked and run under autograd, or traced into a graph
+    calls               a checked call: plain forward and backward over tensors, and the call that a graph makes
     validation          arguments -> `AttentionSpec`, before any communication
-    calls               a checked call: plain forward and backward over tensors
-    interface           the functions that an attention method defines
-    spec                the caller's options, the method's spec, the tensors saved for backward
-    sources             q, k and v a few heads at a time: from finished tensors, or projected stage by stage
-    projections         the interface between a model and `Method.projected`
+    spec                options, spec and saved tensors of a call, and the functions that a method defines
+    sources             q, k and v a few heads at a time: finished, or projected stage by stage by a model's projections
+    recompute           chunks of tokens, autocast and random numbers of a recomputation, sums of gradients
 
-`Method.__call__` in `methods/base.py` is above all of these, and passes its arguments to `attend` or `dtensors`.
+`Method.__call__` in `methods/base.py` is above all of these, and passes its arguments to `autograd` or `dtensors`.
 """

@@ -1,8 +1,12 @@
-"""The ops that run forward and backward of a call, and the `autograd.Function`s around them.
+"""A call on local tensors: checked, then run under autograd, or traced into a graph while torch.compile compiles.
 
-Because attention is an op, selective checkpointing can save its results instead of running it twice, and a compiled
-graph has no break. In eager mode the op takes the checked call, which is registered (`armillary.core.ops`). In a graph
-it takes the objects of a `GraphCall`, and makes the call from them.
+    attend, project             the routes of a call, on q, k and v or on hidden states
+    attention, its backward     the op pair, so that selective checkpointing can save results instead of running
+                                attention twice, and a compiled graph has no break
+    Attention                   the `autograd.Function` around the op pair
+
+In eager mode the ops take a checked call, which is registered (`armillary.core.ops`). In a graph they take the objects
+of a `GraphCall`.
 """
 
 from __future__ import annotations
@@ -14,77 +18,150 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.call.calls import AttentionCall, ProjectedCall, sinks_gradient
-from armillary.attention.call.graph_calls import GraphCall, empty_results, rebuild_call, run_backward_call
-from armillary.attention.call.validation import check_transforms
+from armillary.attention.call.calls import (
+    AttentionCall,
+    GraphCall,
+    ProjectedCall,
+    autocast_name,
+    head_sinks,
+    sinks_gradient,
+)
+from armillary.attention.call.recompute import capture_autocast
+from armillary.attention.call.sources import Projections, Traceable
+from armillary.attention.call.spec import AttentionMethod, AttentionOptions, StagedMethod
+from armillary.attention.call.validation import (
+    cast_for_autocast,
+    check_call,
+    check_projected_call,
+    check_sinks,
+    check_transforms,
+)
 from armillary.core.parts import OpArguments, compat, define_op, pack, pack_registered, unpack
 
-# -- entry points -----------------------------------------------------------------------------------------------------
+# -- routes -----------------------------------------------------------------------------------------------------------
 
 
-def run_call(call: AttentionCall, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Runs a call in eager mode. Returns (out [B, T, H, Dv], lse [B, T, H] or empty). out is differentiable."""
-    arguments = pack_registered(call.registered_id)
+def attend(
+    method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """Returns (out [B, T, H, Dv], lse [B, T, H]). lse is empty if the call does not need it."""
+    if not q.dtype == k.dtype == v.dtype:  # outside of autocast `check_call` refuses them
+        q, k, v = cast_for_autocast(q, k, v)
+    if torch.compiler.is_compiling():
+        # The op checks shapes, layout and mask when the graph runs, because a graph must not depend on Python objects.
+        check_sinks(sinks, q.shape[-2], q.device)
+        return trace(GraphCall.of(method, options, q.shape[1], k.shape[1]), [q, k, v], sinks)
+    if compat.transforms_on():
+        check_transforms(q, k, v, sinks)  # before a layout is made: dynamo cannot trace that under torch.func
+    call = AttentionCall(method, check_call(method, q, k, v, sinks, options), options.return_lse)
+    return run(call, sinks, q, k, v)
+
+
+def project(
+    method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E]."""
+    if not torch.compiler.is_compiling():
+        return project_eagerly(method, x, projections, sinks, options)
+    # In a graph: projections of all heads are ordinary nodes of the graph, followed by attention. A staged method must
+    # project stage by stage, and again in backward, so its op runs the projections.
+    if not method.projects_in_stages:
+        q, (k, v) = projections.q(x, range(projections.heads)), projections.kv(x, range(projections.key_heads))
+        return attend(method, q, k, v, sinks, options)[0]
+    projection_parts = projections.parts() if isinstance(projections, Traceable) else None
+    if projection_parts is None:  # an op cannot rebuild the projections: a graph break
+        return project_outside_graphs(method, x, projections, sinks, options)
+    check_sinks(sinks, projections.heads, x.device)
+    heads = projections.heads, projections.key_heads, projection_parts.head_dim
+    projected = autocast_name(x), *heads, len(projection_parts.tensors)
+    call = GraphCall.of(method, options, x.shape[1], x.shape[1], *projected)
+    tensors = [x, projection_parts.projector, *projection_parts.tensors, *projection_parts.parameters]
+    return trace(call, tensors, sinks)[0]
+
+
+def project_eagerly(
+    method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
+) -> Tensor:
+    """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E], in eager mode."""
+    spec = check_projected_call(method, x, projections, sinks, options)
+    if method.projects_in_stages:
+        staged_method = cast(StagedMethod, method)
+        staged_call = ProjectedCall(staged_method, spec, projections, capture_autocast(x.device.type))
+        return run(staged_call, sinks, x, *staged_call.trained_parameters())[0]
+    # All heads at once, under autograd. Queries are in flight while keys and values are projected.
+    q = projections.q(x, range(projections.heads))
+    check_transforms(q)  # before it is sent
+    transfer = method.prefetch_queries(q.detach(), spec.key_heads, spec.layout)
+    k, v = projections.kv(x, range(projections.key_heads))
+    call = AttentionCall(method, spec, prefetched=[] if transfer is None else [transfer])
+    out, _ = run(call, sinks, q, k, v)
+    # When selective checkpointing recomputes a block, it takes saved results and does not run the op, which would have
+    # waited for the transfer.
+    while call.prefetched:
+        call.prefetched.pop()()
+    return out
+
+
+project_outside_graphs = compat.outside_graphs(project_eagerly)
+
+
+def run(call: AttentionCall | ProjectedCall, sinks: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+    """Runs a call in eager mode. Returns (out, lse); out is differentiable.
+
+    Args:
+        tensors: q, k and v; or x and the parameters of the projections.
+    """
+    fields = pack_registered(call.registered_id)
+    if sinks is not None:
+        sinks = head_sinks(sinks)
     if compat.transforms_on():  # the op without the Function, which torch.func would transform
-        check_transforms(q, k, v, sinks)
-        out, lse, *_ = _forward([q, k, v], sinks, *arguments)
+        check_transforms(*tensors, sinks)
+        out, lse, *_ = _forward(tensors[: call.input_count], sinks, *fields)
     else:
-        out, lse, *_ = cast(Any, Attention).apply(arguments, call, sinks, q, k, v)
+        out, lse, *_ = cast(Any, Attention).apply(call, fields, sinks, *tensors)
     return out, lse
 
 
-def run_projected_call(call: ProjectedCall, x: Tensor, sinks: Tensor | None) -> Tensor:
-    """Runs a call on hidden states in eager mode. Returns out [B, T, H, Dv], which is differentiable."""
-    return cast(Tensor, cast(Any, ProjectedAttention).apply(call, x, sinks, *call.trained_parameters()))
-
-
-def trace_call(graph_call: GraphCall, tensors: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Traces a call into a graph. Returns (out, lse) as `run_call` does.
+def trace(call: GraphCall, tensors: list[Tensor], sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Traces a call into a graph. Returns (out, lse) as `run` does.
 
     Args:
-        tensors: as in `rebuild_call`.
+        tensors: as in `GraphCall.forward`.
     """
-    out, lse, *_ = _forward(tensors, sinks, *pack(*graph_call))
+    out, lse, *_ = _forward(tensors, head_sinks(sinks), *pack(*call.objects))
     return out, lse
 
 
 # -- the op pair ------------------------------------------------------------------------------------------------------
 
 
-def _run_forward(tensors: list[Tensor], sinks: Tensor | None, call: Any, *objects: Any) -> list[Tensor]:
-    """Returns the results of the call's `forward`.
-
-    Args:
-        call, objects: the fields of `GraphCall` in a graph; in eager mode only the call.
-    """
-    return (rebuild_call(GraphCall(call, *objects), tensors) if objects else call).forward(tensors, sinks)
+def _call_of(call: Any, *objects: Any) -> Any:
+    """Returns the call that an op takes: a `GraphCall` of all its objects, or in eager mode the only object."""
+    return GraphCall.of_objects(call, *objects) if objects else call
 
 
-def _fake_forward(tensors: list[Tensor], sinks: Tensor | None, call: Any, *objects: Any) -> list[Tensor]:
-    """The fake kernel of the forward op: returns empty tensors shaped like the results of `_run_forward`."""
-    if objects:
-        return empty_results(GraphCall(call, *objects), tensors, sinks)
-    return call.empty_results(tensors, sinks)
+def _run_forward(tensors: list[Tensor], sinks: Tensor | None, *objects: Any) -> list[Tensor]:
+    return _call_of(*objects).forward(tensors, sinks)
 
 
-def _run_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], call: Any, *objects: Any) -> list[Tensor]:
+def _fake_forward(tensors: list[Tensor], sinks: Tensor | None, *objects: Any) -> list[Tensor]:
+    return _call_of(*objects).empty_results(tensors, sinks)
+
+
+def _run_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], *objects: Any) -> list[Tensor]:
     """Returns the gradients of q, k and v; or of x and the parameters.
 
     Args:
         saved: the tensors that `Attention.forward` saved for backward, without those for the gradient of sinks.
         key_shape: (S, K), tokens and heads of the call's keys; empty for a call on hidden states.
     """
-    if objects:
-        return run_backward_call(GraphCall(call, *objects), dout, saved, key_shape)
-    return call.backward(dout, saved)
+    return _call_of(*objects).backward(dout, saved, key_shape)
 
 
-def _fake_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], call: Any, *objects: Any) -> list[Tensor]:
-    """The fake kernel of the backward op: returns empty tensors shaped like the results of `_run_backward`."""
-    if not key_shape:  # a call on hidden states
-        x, _, _, _, *projection_tensors = saved
-        parameters = projection_tensors[GraphCall(call, *objects).tensor_count :]
-        return [x.new_empty(x.shape), *(y.new_empty(y.shape) for y in parameters)]
+def _fake_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], *objects: Any) -> list[Tensor]:
+    if not key_shape:  # x, the number of the projector, its tensors, the parameters, out, lse
+        x, parameters = saved[0], saved[2 + _call_of(*objects).tensor_count : -2]
+        return [y.new_empty(y.shape) for y in (x, *parameters)]
     q, k, v, *_ = saved
     batch, tokens, heads, _ = dout.shape
     return [
@@ -95,16 +172,13 @@ def _fake_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], call
 
 
 def _forward_with_autograd(tensors: list[Tensor], sinks: Tensor | None, *fields: Any) -> list[Tensor]:
-    """The autograd kernel of the forward op.
-
-    It runs if the op is called with autograd on, as while a graph is traced.
-    """
+    """The autograd kernel of the forward op. Runs if the op is called with autograd on, as while a graph is traced."""
     if not any(x is not None and x.requires_grad for x in (*tensors, sinks)):
         with compat.below_autograd():  # without the Function, which torch.func's transforms do not support
             return _forward(tensors, sinks, *fields)
     arguments = OpArguments(*fields)
-    call, *objects = unpack(arguments, shapes_only=True)
-    return list(cast(Any, Attention).apply(arguments, GraphCall(call, *objects) if objects else call, sinks, *tensors))
+    call = _call_of(*unpack(arguments, shapes_only=True))
+    return list(cast(Any, Attention).apply(call, arguments, sinks, *tensors))
 
 
 _forward = define_op(
@@ -120,54 +194,58 @@ _backward = define_op(
 class Attention(torch.autograd.Function):
     """Autograd around the op pair.
 
-    Its tensors are q, k and v; or, for a call on hidden states in a graph, x and the tensors of `ProjectionParts`.
+    Its tensors are q, k and v. Those of a call on hidden states are x and the parameters of the projections, and in a
+    graph between them the other tensors of `ProjectionParts`.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
+        call: AttentionCall | ProjectedCall | GraphCall,
         arguments: OpArguments,
-        call: AttentionCall | GraphCall,
         sinks: Tensor | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         # Below autograd, because otherwise the op would dispatch to its autograd kernel, which calls this function.
         with compat.below_autograd():
-            results = _forward(tensors, sinks, *arguments)
+            results = _forward(tensors[: call.input_count], sinks, *arguments)
         out, lse, *inner_tensors = results
-        ctx.fields, ctx.call = arguments[1:], call  # `call` keeps the call alive, so that its number stays valid
-        # In eager mode calls on hidden states have a Function of their own (`ProjectedAttention`). In a graph they come
-        # here.
-        ctx.count, ctx.projected = len(tensors), isinstance(call, GraphCall) and call.heads is not None
+        ctx.call, ctx.fields = call, arguments[1:]  # `call` keeps the call alive, so that its number stays valid
         ctx.set_materialize_grads(False)  # so that an unused lse has the gradient None instead of zeros
-        if ctx.projected:
-            # Backward projects q, k and v again, so only x, out, lse and the tensors of the projections are saved.
-            (local_lse,) = inner_tensors
-            ctx.key_shape, saved, for_dsinks = [], (tensors[0], out, lse, *tensors[1:]), (out, local_lse, sinks)
+        if call.is_projected:
+            # Backward projects q, k and v again from x. It reads the parameters again: those saved here, as they are
+            # and not as a cast or unsharded copy that would keep memory which FSDP frees, only tell in-place changes.
+            ctx.key_shape, saved = [], (*tensors, out, *inner_tensors)
         else:
             # A method that redistributes its inputs (Ulysses) also returns the tensors for its backward: head shards.
-            saved = inner_tensors or (*tensors, out, lse)
-            ctx.key_shape, for_dsinks = tensors[1].shape[1:3], (out, lse, sinks)
+            ctx.key_shape, saved = tensors[1].shape[1:3], inner_tensors or (*tensors, out, lse)
         # The gradient of sinks needs out and lse of the local tokens. `saved` may have those of head shards instead.
-        ctx.save_for_backward(*arguments.tensors, *saved, *(for_dsinks if sinks is not None else ()))
-        ctx.object_count, ctx.saved_count = len(arguments.tensors), len(saved)
+        for_dsinks = () if sinks is None else (out, lse, sinks)
+        ctx.save_for_backward(*arguments.tensors, *saved, *for_dsinks)
+        ctx.count, ctx.object_count, ctx.saved_count = len(tensors), len(arguments.tensors), len(saved)
         return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        dout, *other_grads = grad_outputs
-        if not ctx.projected:
-            refuse_gradients(other_grads, is_traced=isinstance(ctx.call, GraphCall))
+        call, (dout, *other_grads) = ctx.call, grad_outputs
+        if not call.is_projected:
+            refuse_gradients(other_grads, is_traced=isinstance(call, GraphCall))
         if dout is None:  # out is not part of the loss
             return (None,) * (3 + ctx.count)
-        tensors = ctx.saved_tensors
+        tensors = ctx.saved_tensors  # read once: hooks may copy them from the host
         object_tensors, tensors = tensors[: ctx.object_count], tensors[ctx.object_count :]
         saved, for_dsinks = tensors[: ctx.saved_count], tensors[ctx.saved_count :]
-        grads = _backward(dout, saved, ctx.key_shape, object_tensors, *ctx.fields)
+        if isinstance(call, ProjectedCall):
+            # No op, because it runs the projections under autograd, and their parameters may be DTensors or adapters.
+            x, (out, lse) = saved[0], saved[-2:]
+            dx = torch.zeros_like(x) if ctx.needs_input_grad[3] else None
+            grads = [dx, *call.backward(dout, x, dx, out, lse)]
+        else:
+            grads = _backward(dout, saved, ctx.key_shape, object_tensors, *ctx.fields)
         dsinks = sinks_gradient(dout, *for_dsinks) if for_dsinks else None
-        # The tensors of a call on hidden states are x, others without a gradient, and the parameters. The op returns
-        # the gradients of x and of the parameters; None goes between them. On q, k and v there is nothing between.
+        # The gradient of x comes first, those of the parameters last. What lies between in a graph has none; on q, k
+        # and v nothing does.
         return None, None, dsinks, grads[0], *[None] * (ctx.count - len(grads)), *grads[1:]
 
 
@@ -184,30 +262,3 @@ def refuse_gradients(grads: Sequence[Tensor | None], is_traced: bool) -> None:
         # A graph passes zeros for an unused lse, so the values are checked when the graph runs.
         if grad is not None:
             compat.assert_later((grad == 0).all(), message)
-
-
-class ProjectedAttention(torch.autograd.Function):
-    """A call on hidden states x [B, T, E] in eager mode.
-
-    Only forward is an op, whose results selective checkpointing can save. Backward is no op, because it runs the
-    projections under autograd, and their parameters may be DTensors or adapters. Forward saves the parameters as they
-    are, not a cast or unsharded copy, which would keep memory that FSDP frees.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, call: ProjectedCall, x: Tensor, sinks: Tensor | None, *parameters: Tensor) -> Tensor:
-        ctx.call = call
-        with compat.below_autograd():
-            out, lse, local_lse = _forward([x], sinks, *pack_registered(call.registered_id))
-        ctx.save_for_backward(x, sinks, out, lse, local_lse, *parameters)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (dout,) = grad_outputs
-        x, sinks, out, lse, local_lse, *_ = ctx.saved_tensors
-        dx = torch.zeros_like(x) if ctx.needs_input_grad[1] else None
-        grads = ctx.call.backward(dout, x, dx, out, lse)
-        dsinks = sinks_gradient(dout, out, local_lse, sinks) if ctx.needs_input_grad[2] else None
-        return None, dx, dsinks, *grads

@@ -1,6 +1,11 @@
-"""A checked call as plain functions from tensors to tensors, without autograd: forward, backward, empty results.
+"""A call as plain functions from tensors to tensors, without autograd: forward, backward, and the shapes of results.
 
-`AttentionCall` runs a method on q, k and v. `ProjectedCall` runs a method that works in stages on hidden states.
+`AttentionCall` runs a method on q, k and v, `ProjectedCall` a method that works in stages on hidden states. The ops of
+`autograd.py` take one of them in eager mode. In a graph of torch.compile they take the fields of a `GraphCall`, which
+makes the call when the graph runs. All three have `forward`, `backward` and `empty_results`.
+
+`forward` returns out [B, T, H, Dv]; lse [B, T, H] of the local tokens, or an empty tensor if nobody needs it; and
+tensors for backward, if these are others than the call's own and (out, lse).
 """
 
 from __future__ import annotations
@@ -8,37 +13,49 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from operator import index
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from armillary.attention.call.gradient_sums import GradientSums
-from armillary.attention.call.interface import AttentionMethod, StagedMethod
-from armillary.attention.call.projections import Projections, one_token
-from armillary.attention.call.recompute import RNGReplay, outside_autocast
-from armillary.attention.call.sources import Projected
-from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.core import accumulation_dtype
-from armillary.core.parts import own_memory, phase, pivot, register
+from armillary.attention.call.recompute import GradientSums, RNGReplay, outside_autocast
+from armillary.attention.call.sources import Projected, Projections, Projector, one_token
+from armillary.attention.call.spec import (
+    AttentionMethod,
+    AttentionOptions,
+    AttentionSpec,
+    Saved,
+    StagedMethod,
+    key_heads_of,
+)
+from armillary.attention.call.validation import check_call
+from armillary.attention.kernels import KERNELS
+from armillary.core import SequenceLayout, accumulation_dtype
+from armillary.core.parts import compat, object_of, own_memory, phase, pivot, register
+
+# -- calls of eager mode ----------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class AttentionCall:
-    """A call of a method on q, k and v.
+    """A checked call of a method on q, k and v.
 
-    `forward` returns out [B, T, H, Dv] and lse [B, T, H], which is empty if it is not needed (`needs_lse`). If the
-    method redistributes its inputs, the tensors for `backward` follow. Results do not share memory with inputs, as an
-    op requires.
+    Results share no memory with inputs, as an op requires.
 
     Args:
         with_lse: True if the caller requests lse.
         prefetched: empty, or the result of `prefetch_queries` if queries are in flight. `forward` removes it.
     """
 
+    is_projected: ClassVar[bool] = False
+    input_count: ClassVar[int] = 3
+    """Number of the call's tensors that the op of forward takes."""
+
     method: AttentionMethod
     spec: AttentionSpec
-    with_lse: bool
+    with_lse: bool = False
     prefetched: list[Any] = field(default_factory=list[Any])
 
     def __post_init__(self) -> None:
@@ -53,7 +70,8 @@ class AttentionCall:
                 out, saved = method.forward(q, k, v, spec)
             lse, saves_other_tensors = saved.lse, method.redistributes_inputs
             if saves_other_tensors:  # saved.lse is of head shards: the lse of local tokens costs communication
-                lse = method.local_lse(saved, spec) if self.needs_lse(sinks) else lse.new_empty(0)
+                with_lse = self.with_lse or sinks is not None
+                lse = method.local_lse(saved, spec) if with_lse else lse.new_empty(0)
             if sinks is not None:
                 # Sinks rescale out and lse after attention, so that kernels need not support them.
                 heads = method.heads(range(len(sinks)))
@@ -62,42 +80,37 @@ class AttentionCall:
                 saved = saved._replace(out=saved_out, lse=saved_lse)
             return [own_memory(x) for x in ((out, lse, *saved) if saves_other_tensors else (out, lse))]
 
-    def needs_lse(self, sinks: Tensor | None) -> bool:
-        """Returns True if the lse of the local tokens is among the results."""
-        return self.with_lse or sinks is not None or not self.method.redistributes_inputs
+    def backward(self, dout: Tensor, saved: Sequence[Tensor], key_shape: Sequence[int] = ()) -> list[Tensor]:
+        """Returns [dq, dk, dv] in the dtypes of q, k and v.
 
-    def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
-        """Returns empty tensors shaped like the results of `forward`."""
-        q, k, v = tensors
-        with_lse = self.needs_lse(sinks)
-        if self.method.redistributes_inputs:
-            shard = self.method.shard * self.method.sequence_shards // self.method.shards
-            sizes = self.spec.layout.sizes[shard], self.spec.key_layout.sizes[shard]
-            return empty_redistributed_results(self.method, q, k, v, self.spec.key_heads, sizes, with_lse)
-        return [
-            q.new_empty((*q.shape[:3], v.shape[3])),
-            q.new_empty(q.shape[:3] if with_lse else (0,), dtype=accumulation_dtype(q.dtype)),
-        ]
-
-    def backward(self, dout: Tensor, saved: Sequence[Tensor]) -> list[Tensor]:
-        """Returns [dq, dk, dv] in the dtypes of q, k and v."""
+        Args:
+            saved: the fields of `Saved`.
+        """
         with phase("backward"), outside_autocast(dout.device.type):
             grads = self.method.backward(dout, Saved(*saved), self.spec)
         return [own_memory(dx.to(x.dtype)) for dx, x in zip(grads, saved, strict=False)]
 
+    def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+        """Returns empty tensors shaped like the results of `forward`."""
+        spec, with_lse = self.spec, self.with_lse or sinks is not None
+        sizes = [layout.sizes[sequence_shard(self.method)] for layout in (spec.layout, spec.key_layout)]
+        return empty_results(self.method, tensors, spec.key_heads, sizes, with_lse)
+
 
 @dataclass(eq=False)
 class ProjectedCall:
-    """A call of a staged method on hidden states x [B, T, E]. Backward needs only x, out and lse.
+    """A checked call of a staged method on hidden states x [B, T, E]. Backward needs only x, out and lse.
 
-    `forward` returns out [B, T, H, Dv], lse [B, n, h] of this rank's heads (`StagedMethod.attend`), and lse [B, T, H]
-    of the local tokens, which is empty without sinks.
+    The tensor for backward is lse [B, n, h] of this rank's heads (`StagedMethod.attend`).
 
     Args:
         autocast: makes a context with the caller's autocast state. The op cannot read this state itself: under a
             dispatch mode, such as that of selective checkpointing, torch has turned autocast off.
         draws: random states of the projections (for dropout), which backward replays.
     """
+
+    is_projected: ClassVar[bool] = True
+    input_count: ClassVar[int] = 1  # x; autograd takes also the parameters, which may be DTensors
 
     method: StagedMethod
     spec: AttentionSpec
@@ -108,6 +121,13 @@ class ProjectedCall:
     def __post_init__(self) -> None:
         self.registered_id = register(self)
 
+    def trained_parameters(self) -> list[Tensor]:
+        """Returns the current parameters that require a gradient, each once, even if several projections use it."""
+        parameters = {
+            id(parameter): parameter for parameter in self.projections.parameters() if parameter.requires_grad
+        }
+        return list(parameters.values())
+
     def forward(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
         method, spec, x = self.method, self.spec, tensors[0]
         with self.autocast():
@@ -117,22 +137,7 @@ class ProjectedCall:
                 with outside_autocast(x.device.type):
                     out, local_lse = add_sinks(out, method.lse_to_seq(lse, spec), sinks)
                     lse = torch.logaddexp(lse, sinks[method.own_queries(spec)].to(lse.dtype))
-        return [out, lse, local_lse]
-
-    def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
-        """Returns empty tensors shaped like the results of `forward`."""
-        with self.autocast():
-            q, _, v = one_token(tensors[0], self.projections)
-        shard = self.method.shard * self.method.sequence_shards // self.method.shards
-        tokens = self.spec.layout.sizes[shard]
-        return empty_projected_results(self.method, self.spec.key_heads, tokens, tensors[0], q, v, sinks)
-
-    def trained_parameters(self) -> list[Tensor]:
-        """Returns the current parameters that require a gradient, each once, even if several projections use it."""
-        parameters = {
-            id(parameter): parameter for parameter in self.projections.parameters() if parameter.requires_grad
-        }
-        return list(parameters.values())
+        return [out, local_lse, lse]
 
     def backward(self, dout: Tensor, x: Tensor, dx: Tensor | None, out: Tensor, lse: Tensor) -> list[Tensor | None]:
         """Adds the gradient of x to dx, unless that is None, and returns the gradients of `trained_parameters`."""
@@ -143,45 +148,250 @@ class ProjectedCall:
             self.method.differentiate(dout, source, out, lse, self.spec)
         return totals.result()
 
+    def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+        """Returns empty tensors shaped like the results of `forward`."""
+        with self.autocast():
+            q, _, v = one_token(tensors[0], self.projections)
+        tokens = self.spec.layout.sizes[sequence_shard(self.method)]
+        return empty_projected_results(self.method, tensors[0], q, v, self.spec.key_heads, tokens, sinks)
 
-def empty_redistributed_results(
+
+# -- calls of a graph -------------------------------------------------------------------------------------------------
+
+AUTOCAST_DTYPES = {
+    "": None,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+"""Dtypes of autocast by name; "" is autocast off."""
+
+
+class GraphCall(NamedTuple):
+    """A call without its tensors, in a graph: the objects that the ops take (`objects`).
+
+    A graph must not depend on the values of a call, so the call is checked when the graph runs.
+
+    The projections of a staged method are not traced. The op takes the registered number of the module that makes them
+    (`Projector`), and calls it when the graph runs, with tensors that are inputs of the graph. The module uses its
+    current parameters, because FSDP may have swapped them. The parameters are inputs of the op too, so that it can
+    return their gradients.
+
+    Args:
+        options: as the caller gave them, with the kernel's name. Mask and layouts are None in fake kernels, where their
+            values are unknown.
+        tokens, key_tokens: `shard_tokens` of queries and keys if the shapes of results depend on them, otherwise 0.
+        autocast: name of autocast's dtype for projections (`autocast_name`).
+        heads, key_heads, head_dim: H, K and D of a call on hidden states; None for calls on q, k and v.
+        tensor_count: number of `ProjectionParts.tensors`.
+    """
+
+    method: AttentionMethod
+    options: AttentionOptions
+    tokens: int
+    key_tokens: int
+    autocast: str = ""
+    heads: int | None = None
+    key_heads: int | None = None
+    head_dim: int | None = None
+    tensor_count: int = 0
+
+    @classmethod
+    def of(
+        cls, method: AttentionMethod, options: AttentionOptions, tokens: int, key_tokens: int, *projected: Any
+    ) -> GraphCall:
+        """Returns the description of a call.
+
+        Args:
+            tokens, key_tokens: numbers of this rank's queries and keys.
+            projected: the fields from `autocast` on.
+
+        Raises:
+            ValueError: the kernel is an object that is not in `KERNELS`, where the op looks up its name.
+        """
+        mask, layout, key_layout, scale, softcap, kernel, return_lse = options
+        if not (isinstance(kernel, str | None) or any(kernel is known_kernel for known_kernel in KERNELS)):
+            names = ", ".join(known_kernel.name for known_kernel in KERNELS)
+            raise ValueError(f"torch.compile takes kernels of {names}; got {kernel}")
+        if method.redistributes_inputs or method.projects_in_stages:
+            tokens = shard_tokens(method, layout, tokens)
+            key_tokens = shard_tokens(method, layout if key_layout is None else key_layout, key_tokens)
+        else:
+            tokens = key_tokens = 0  # a graph for all values
+        scale = None if scale is None else float(scale)
+        softcap = None if softcap is None else float(softcap)
+        kernel = kernel if kernel is None or isinstance(kernel, str) else kernel.name
+        options = AttentionOptions(mask, layout, key_layout, scale, softcap, kernel, return_lse)
+        return cls(method, options, tokens, key_tokens, *projected)
+
+    @property
+    def objects(self) -> tuple[Any, ...]:
+        """The call as single objects, as ops take them."""
+        return (self.method, *self.options, *self[2:])
+
+    @classmethod
+    def of_objects(cls, method: AttentionMethod, *objects: Any) -> GraphCall:
+        """Returns the call of these `objects`."""
+        count = len(AttentionOptions._fields)
+        return cls(method, AttentionOptions(*objects[:count]), *objects[count:])
+
+    @property
+    def is_projected(self) -> bool:
+        return self.heads is not None
+
+    @property
+    def input_count(self) -> None:
+        """None: the ops take all tensors."""
+        return None
+
+    def forward(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+        """Runs the call.
+
+        Args:
+            tensors: q, k and v; or x and the fields of `ProjectionParts` that are tensors.
+        """
+        call = self._projected_call(*tensors) if self.is_projected else self._checked_call(*tensors)
+        return call.forward(tensors, sinks)
+
+    def backward(self, dout: Tensor, saved: Sequence[Tensor], key_shape: Sequence[int]) -> list[Tensor]:
+        """Returns the gradients of q, k and v; or of x and the parameters, alone in their memory.
+
+        Args:
+            saved: the fields of `Saved`; or the tensors of `forward` on hidden states, then out and lse.
+            key_shape: (S, K), tokens and heads of the call's keys. The saved k and v may be head shards instead.
+        """
+        if not self.is_projected:
+            # The call's own q, k and v may be freed. Its checks read no values: one expanded element is enough.
+            q, k, v, *_ = saved
+            key_sizes = (dout.shape[0], *key_shape)
+            like = ((dout.shape[:3], q), (key_sizes, k), (key_sizes, v))
+            qkv = [x.new_empty(1).expand(*sizes, x.shape[3]) for sizes, x in like]
+            return self._checked_call(*qkv).backward(dout, saved)
+        *tensors, out, lse = saved
+        dx = torch.zeros_like(tensors[0], memory_format=torch.contiguous_format)
+        with compat.above_autograd():
+            grads = self._projected_call(*tensors).backward(dout, tensors[0], dx, out, lse)
+        # Gradients of the parameters' local parts: zeros for a parameter that has none.
+        results = [dx]
+        for grad, parameter in zip(grads, tensors[2 + self.tensor_count :], strict=True):
+            if grad is None:
+                results.append(torch.zeros_like(parameter, memory_format=torch.contiguous_format))
+            else:
+                local = compat.local_part(grad).to(parameter.dtype)
+                results.append(local.clone(memory_format=torch.contiguous_format))
+        return results
+
+    def _checked_call(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
+        spec = check_call(self.method, q, k, v, None, self.options)
+        return AttentionCall(self.method, spec, self.options.return_lse)
+
+    def _projected_call(self, x: Tensor, number: Tensor, *projection_tensors: Tensor) -> ProjectedCall:
+        projector: Projector = object_of(int(number.item()))
+        q, k = self._empty_heads(x)
+        spec, dtype = check_call(self.method, q, k, k, None, self.options), AUTOCAST_DTYPES[self.autocast]
+        autocast = partial(torch.autocast, x.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+        projections = projector.projections_of(projection_tensors[: self.tensor_count])
+        return ProjectedCall(cast(StagedMethod, self.method), spec, projections, autocast)
+
+    def _empty_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns empty tensors shaped like q and k of a call on hidden states x; both are one expanded element."""
+        element: Any = x.new_empty(1, dtype=AUTOCAST_DTYPES[self.autocast] or x.dtype)
+        q, k = (element.expand(*x.shape[:2], n, self.head_dim) for n in (self.heads, self.key_heads))
+        return q, k
+
+    def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
+        """Returns empty tensors shaped like the results of `forward`, while a graph is traced.
+
+        Tokens may be symbols, so the call, whose checks would specialize the graph to the present sizes, is not made.
+        """
+        method: Any = self.method
+        if self.is_projected:
+            q, k = self._empty_heads(tensors[0])
+            key_heads = key_heads_of(int(q.shape[2]), int(k.shape[2]))
+            return empty_projected_results(method, tensors[0], q, q, key_heads, self.tokens, sinks)
+        key_heads: tuple[int, ...] = ()
+        if method.redistributes_inputs:
+            # `index` turns symbolic heads and dims into numbers, with guards.
+            tensors = [x.new_empty((*x.shape[:2], *map(index, x.shape[2:]))) for x in tensors]
+            method.check(*tensors)
+            key_heads = key_heads_of(tensors[0].shape[2], tensors[1].shape[2])
+        with_lse = self.options.return_lse or sinks is not None
+        return empty_results(method, tensors, key_heads, (self.tokens, self.key_tokens), with_lse)
+
+
+def autocast_name(x: Tensor) -> str:
+    """Returns the name of autocast's dtype for projections of x; "" if autocast is off or x is float64."""
+    device_type = x.device.type
+    if not torch.is_autocast_enabled(device_type) or x.dtype == torch.float64:
+        return ""
+    dtype = torch.get_autocast_dtype(device_type)
+    return next(name for name, candidate in AUTOCAST_DTYPES.items() if candidate == dtype)
+
+
+def shard_tokens(method: AttentionMethod, layout: SequenceLayout | None, tokens: int) -> int:
+    """Returns the number of tokens of this rank's sequence shard, from which an op computes the shapes of its results.
+
+    While a graph is traced it is a symbol, unlike the values of a layout.
+
+    Args:
+        layout: layout over all ranks of the method or over its sequence axis; None if there is one shard.
+        tokens: number of tokens of this rank.
+    """
+    if layout is None:
+        return tokens
+    # Not a sum of `sizes`: torch.compile would make each of them a symbol at the first length that changes it.
+    head_ranks = method.shards // method.sequence_shards
+    shard, ranks = method.shard // head_ranks, head_ranks if len(layout.sizes) == method.shards else 1
+    return layout.ends[(shard + 1) * ranks] - layout.ends[shard * ranks]
+
+
+# -- shapes of results ------------------------------------------------------------------------------------------------
+
+
+def sequence_shard(method: AttentionMethod) -> int:
+    """Returns the index of this rank's shard on the sequence axis."""
+    return method.shard * method.sequence_shards // method.shards
+
+
+def empty_results(
     method: AttentionMethod,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tensors: Sequence[Tensor],
     key_heads: tuple[int, ...],
     shard_tokens: Sequence[int],
     with_lse: bool,
 ) -> list[Tensor]:
-    """Returns empty tensors shaped like the results of an `AttentionCall` of a method that redistributes its inputs.
+    """Returns empty tensors shaped like the results of an `AttentionCall` on tensors q, k and v.
 
     Args:
         key_heads: as in `AttentionSpec`.
         shard_tokens: numbers of queries and of keys of this rank's sequence shard.
-        with_lse: True if the lse of the local tokens is among the results.
+        with_lse: True if the caller or the sinks need the lse of the local tokens.
     """
+    q, k, v = tensors
+    has_lse = with_lse or not method.redistributes_inputs
     out = q.new_empty((*q.shape[:3], v.shape[3]))
-    lse = q.new_empty(q.shape[:3] if with_lse else (0,), dtype=accumulation_dtype(q.dtype))
+    lse = q.new_empty(q.shape[:3] if has_lse else (0,), dtype=accumulation_dtype(q.dtype))
+    if not method.redistributes_inputs:
+        return [out, lse]
     return [out, lse, *method.empty_saved(q, k, v, key_heads, *shard_tokens)]
 
 
 def empty_projected_results(
     method: StagedMethod,
-    key_heads: tuple[int, ...],
-    shard_tokens: int,
     x: Tensor,
     q: Tensor,
     v: Tensor,
+    key_heads: tuple[int, ...],
+    shard_tokens: int,
     sinks: Tensor | None,
 ) -> list[Tensor]:
-    """Returns empty tensors shaped like the results of a `ProjectedCall`, for q [..., D] and v [..., Dv].
-
-    Args:
-        key_heads: as in `AttentionSpec`.
-        shard_tokens: number of tokens of this rank's sequence shard.
-    """
+    """Returns empty tensors shaped like the results of a `ProjectedCall`, for q [..., D] and v [..., Dv]."""
     out, lse = method.empty_results(x.shape[:2], shard_tokens, key_heads, q, v)
-    return [out, lse, x.new_empty(out.shape[:3] if sinks is not None else (0,), dtype=accumulation_dtype(q.dtype))]
+    local_lse = x.new_empty(out.shape[:3] if sinks is not None else (0,), dtype=accumulation_dtype(q.dtype))
+    return [out, local_lse, lse]
+
+
+# -- sinks -------------------------------------------------------------------------------------------------------------
 
 
 def head_sinks(sinks: Tensor | None) -> Tensor | None:

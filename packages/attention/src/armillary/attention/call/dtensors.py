@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
-from armillary.attention.call.attend import attend, attend_projected
-from armillary.attention.call.interface import AttentionMethod
-from armillary.attention.call.projections import Projections
-from armillary.attention.call.spec import AttentionOptions
+from armillary.attention.call.autograd import attend, project
+from armillary.attention.call.sources import Projections
+from armillary.attention.call.spec import AttentionMethod, AttentionOptions
 from armillary.attention.call.validation import over_all_ranks
 from armillary.core import Axis, SequenceLayout
 from armillary.core.parts import compat, dtensor, object_of
@@ -102,7 +101,7 @@ def project_dtensors(
         # `of_tokens` must exist exactly if the originals have it; isinstance of a Protocol cannot be traced.
         by_token = hasattr(projections, "of_tokens")
         projections = (LocalTokenProjections if by_token else LocalProjections)(projections, axes)
-    out = attend_projected(method, dtensor.local_of(hidden, axes), projections, sinks, options)
+    out = project(method, dtensor.local_of(hidden, axes), projections, sinks, options)
     head_ranks = [
         heads.device_mesh.size(dim) for dim, placement in enumerate(heads.placements) if placement == Shard(2)
     ]

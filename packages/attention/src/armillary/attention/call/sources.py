@@ -1,25 +1,136 @@
-"""Sources of q, k and v, a few heads at a time, for methods that work in stages. They also sum the gradients."""
+"""Sources of q, k and v, a few heads at a time, for methods that work in stages. They also sum the gradients.
+
+`Finished` has the tensors; `Projected` computes them from hidden states, by the projections of a model, whenever a
+stage asks, in forward and again in backward. A method asks its source for all that it sends and attends with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from armillary.attention.call.gradient_sums import GradientSums
-from armillary.attention.call.projections import CollectsGradients, Projections, TokenProjections
-from armillary.attention.call.recompute import RNGReplay, capture_autocast
+from armillary.attention.call.recompute import GradientSums, RNGReplay, capture_autocast
 from armillary.core import accumulation_dtype
 from armillary.core.parts import at_tokens, chunks
 
 Heads = Sequence[int]
 """Indices of query heads or of key/value heads."""
-Project = Callable[[Projections, Tensor], Sequence[Tensor]]
+Project = Callable[["Projections", Tensor], Sequence[Tensor]]
 """Computes some heads of q, or of k and v, from projections and x."""
+
+# -- projections of a model -------------------------------------------------------------------------------------------
+
+
+class Projections(Protocol):
+    """Projects local hidden states x [B, T, E] to heads, including norm, bias, RoPE and LoRA.
+
+    A method may request any heads in any order, so that not all heads need exist at once.
+    """
+
+    @property
+    def heads(self) -> int:
+        """Query heads, H."""
+        ...
+
+    @property
+    def key_heads(self) -> int:
+        """Key/value heads, K."""
+        ...
+
+    def q(self, x: Tensor, heads: Heads) -> Tensor:
+        """Returns q [B, T, len(heads), D]."""
+        ...
+
+    def kv(self, x: Tensor, heads: Heads) -> tuple[Tensor, Tensor]:
+        """Returns k [B, T, len(heads), D] and v [B, T, len(heads), Dv]."""
+        ...
+
+    def parameters(self) -> Iterable[Tensor]:
+        """Returns the parameters that q and kv use. Called whenever they are needed, because FSDP swaps parameters."""
+        ...
+
+
+@runtime_checkable
+class TokenProjections(Projections, Protocol):
+    """Projections that can project some tokens alone, so that no intermediate exists for all tokens at once."""
+
+    def of_tokens(self, tokens: slice) -> Self:
+        """Returns the same projections for `x[:, tokens]`."""
+        ...
+
+
+class CacheableProjections(Projections, Protocol):
+    """Projections with a key for the dims and dtypes of q, k and v, so that equal calls are checked once."""
+
+    def cache_key(self) -> Hashable | None:
+        """Returns a key such that projections with equal keys give equal dims, dtypes and errors for equal x.
+
+        It does not depend on values of tensors. None if there is no such key.
+        """
+        ...
+
+
+class CollectsGradients(Projections, Protocol):
+    """Projections that can add the weight gradients of some heads and tokens to sums, without a full-size temporary."""
+
+    def collecting(self, totals: GradientSums) -> Self:
+        """Returns projections whose backward adds weight gradients to `totals` instead of returning them."""
+        ...
+
+
+class ProjectionParts(NamedTuple):
+    """Everything from which a compiled graph rebuilds projections, in types that an op takes.
+
+    Args:
+        projector: registered number of the `Projector`, as a tensor.
+        head_dim: D, which Dv must equal.
+        tensors: the argument of `Projector.projections_of`.
+        parameters: those of `Projections.parameters()` that require a gradient, each once, in order; of a DTensor the
+            local part.
+    """
+
+    projector: Tensor
+    head_dim: int
+    tensors: list[Tensor]
+    parameters: list[Tensor]
+
+
+@runtime_checkable
+class Traceable(Protocol):
+    """Projections that a compiled graph can rebuild from parts."""
+
+    def parts(self) -> ProjectionParts | None:
+        """Returns the parts from which a `Projector` rebuilds equal projections; None if it cannot."""
+        ...
+
+
+class Projector(Protocol):
+    """A module that makes projections. It must be registered (`register_as_tensor`) before a graph is traced."""
+
+    def projections_of(self, tensors: Sequence[Tensor]) -> Projections:
+        """Returns projections that use `tensors` and the module's current parameters."""
+        ...
+
+
+@torch.no_grad()
+def one_token(x: Tensor, projections: Projections) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns one head of q, k and v, from which dims and dtypes are read.
+
+    Of one token, if the projections are `TokenProjections`; otherwise of all.
+    """
+    first = slice(0, 1)
+    if isinstance(projections, TokenProjections):
+        x, projections = x[:, first], projections.of_tokens(first)
+    with capture_autocast(x.device.type)():
+        return projections.q(x, range(1)), *projections.kv(x, range(1))
+
+
+# -- sources ----------------------------------------------------------------------------------------------------------
 
 
 class QKVSource(Protocol):
@@ -163,27 +274,19 @@ class Projected(QKVSource):
             x = at_tokens(self.x, tokens).detach().requires_grad_(self.dx is not None)
             with torch.enable_grad(), self.autocast(), self.draws.at((name, tokens.start), x.device):
                 heads = project(projections, x)
-            dheads = [concatenate([at_tokens(addend, tokens) for addend in addends]) for addends in grads]
-            pairs = [(y, dy.to(y.dtype)) for y, dy in zip(heads, dheads, strict=True) if y.requires_grad]
             # 2. Differentiate this piece before the next one is projected, so that one piece's graph exists at a time.
-            if pairs:
-                self._differentiate(pairs, x, tokens)
-            del heads, dheads, pairs
-
-    def _differentiate(self, pairs: Sequence[tuple[Tensor, Tensor]], x: Tensor, tokens: slice) -> None:
-        """Adds the gradients of one piece to `dx` and `totals`.
-
-        Args:
-            pairs: each projected tensor with its gradient.
-            x: the piece of x from which they were projected, a leaf of the graph.
-            tokens: the tokens of the piece.
-        """
-        inputs = [*([] if self.dx is None else [x]), *self.totals.parameters]
-        heads, dheads = zip(*pairs, strict=True)
-        grads: list[Tensor | None] = list(torch.autograd.grad(heads, inputs, dheads, allow_unused=True))
-        if self.dx is not None and (grad := grads.pop(0)) is not None:
-            at_tokens(self.dx, tokens).add_(grad)
-        self.totals.add(grads)
+            dheads = [concatenate([at_tokens(addend, tokens) for addend in addends]) for addends in grads]
+            outputs = [(y, dy.to(y.dtype)) for y, dy in zip(heads, dheads, strict=True) if y.requires_grad]
+            if outputs:
+                heads, dheads = zip(*outputs, strict=True)
+                parameters = self.totals.parameters
+                inputs = [*parameters, *([] if self.dx is None else [x])]
+                input_grads: list[Tensor | None] = list(torch.autograd.grad(heads, inputs, dheads, allow_unused=True))
+                self.totals.add(input_grads[: len(parameters)])
+                if self.dx is not None and input_grads[-1] is not None:
+                    at_tokens(self.dx, tokens).add_(input_grads[-1])
+                del input_grads
+            del heads, dheads, outputs
 
     def _pieces(self) -> list[tuple[slice, Projections]]:
         """Returns the tokens of each piece, with its projections: one piece unless these are `TokenProjections`."""

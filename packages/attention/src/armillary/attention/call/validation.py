@@ -8,9 +8,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from armillary.attention.call.interface import AttentionMethod
-from armillary.attention.call.projections import CacheableProjections, Projections, one_token
-from armillary.attention.call.spec import AttentionOptions, AttentionSpec, key_heads_of
+from armillary.attention.call.recompute import autocast_enabled
+from armillary.attention.call.sources import CacheableProjections, Projections, one_token
+from armillary.attention.call.spec import AttentionMethod, AttentionOptions, AttentionSpec, key_heads_of
 from armillary.attention.kernels import Inputs, Scores, check_softcap, choose_kernel
 from armillary.attention.kernels.inputs import activated_implementation, is_deterministic
 from armillary.attention.mask import AttentionMask
@@ -28,10 +28,8 @@ def check_call(
     Args:
         options: checked by `check_options`.
     """
-    if options.kernel is None:
-        options = options._replace(kernel=method.kernel)
-    key = call_properties(q, k, v, sinks)
-    return _lookup_spec(method, key, options, lambda: _check_tensors_and_layout(method, q, k, v, sinks, options, None))
+    key = call_properties(method, q, k, v, sinks)
+    return _cached_spec(method, key, options, lambda: _check_tensors_and_layout(method, q, k, v, sinks, options))
 
 
 def check_projected_call(
@@ -42,17 +40,15 @@ def check_projected_call(
     To learn dims and dtypes it projects one head (`one_token`). Equal calls share one spec if the projections have a
     `cache_key`.
     """
-    if options.kernel is None:
-        options = options._replace(kernel=method.kernel)
 
     def check() -> AttentionSpec:
         q, k, v = one_token(x, projections)
         # The kernel is chosen from `inputs`, which have the true device. Everything else is checked on meta tensors of
         # full size, which take no memory.
         inputs = Inputs.of(q, v, options.softcap, options.mask)
-        q = torch.empty((*x.shape[:2], projections.heads, q.shape[3]), dtype=q.dtype, device="meta")
-        k, v = (
-            torch.empty((*x.shape[:2], projections.key_heads, y.shape[3]), dtype=y.dtype, device="meta") for y in (k, v)
+        q, k, v = (
+            torch.empty((*x.shape[:2], heads, y.shape[3]), dtype=y.dtype, device="meta")
+            for heads, y in ((projections.heads, q), (projections.key_heads, k), (projections.key_heads, v))
         )
         return _check_tensors_and_layout(method, q, k, v, sinks, options, inputs)
 
@@ -60,14 +56,18 @@ def check_projected_call(
     if cache_key is None:
         return check()
     autocast_dtype = torch.get_autocast_dtype(x.device.type) if autocast_enabled(x) else None
-    return _lookup_spec(method, ("projected", cache_key, autocast_dtype, *call_properties(x, sinks)), options, check)
+    key = "projected", cache_key, autocast_dtype, *call_properties(method, x, sinks)
+    return _cached_spec(method, key, options, check)
 
 
-def _lookup_spec(
-    method: AttentionMethod,
-    key: tuple[Hashable, ...],
-    options: AttentionOptions,
-    check: Callable[[], AttentionSpec],
+def call_properties(method: AttentionMethod, *tensors: Tensor | None) -> tuple[Hashable, ...]:
+    """Returns the properties on which checks and the choice of a kernel depend: shapes, dtypes, devices, settings."""
+    settings = method.kernel, is_deterministic(), activated_implementation()
+    return *settings, *[x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+
+
+def _cached_spec(
+    method: AttentionMethod, key: tuple[Hashable, ...], options: AttentionOptions, check: Callable[[], AttentionSpec]
 ) -> AttentionSpec:
     """Returns the spec of an earlier call with an equal key and options, or else the result of `check`."""
     try:
@@ -85,35 +85,29 @@ def _check_tensors_and_layout(
     v: Tensor,
     sinks: Tensor | None,
     options: AttentionOptions,
-    inputs: Inputs | None,
+    inputs: Inputs | None = None,
 ) -> AttentionSpec:
     """Checks the arguments against each other, chooses the kernel, and returns the spec.
 
     Args:
         inputs: the properties by which the kernel is chosen, if q, k and v are meta tensors; None: those of q and v.
     """
+    mask, layout, key_layout, scale, softcap, kernel, _ = options
     check_tensors(q, k, v, sinks)
     method.check(q, k, v)
-    layout = check_sequence_layout(method, options.layout, q.shape[1])
-    key_layout = check_sequence_layout(method, options.key_layout or layout, k.shape[1])
-    options.mask.check(layout.length, key_layout.length, q.shape[0])
-    scale = q.shape[-1] ** -0.5 if options.scale is None else float(options.scale)
+    layout = check_sequence_layout(method, layout, q.shape[1])
+    key_layout = check_sequence_layout(method, key_layout or layout, k.shape[1])
+    mask.check(layout.length, key_layout.length, q.shape[0])
     spec = AttentionSpec(
-        options.mask,
+        mask,
         layout,
         key_layout,
-        Scores(scale, options.softcap),
+        Scores(q.shape[-1] ** -0.5 if scale is None else float(scale), softcap),
         key_heads_of(q.shape[2], k.shape[2]),
-        choose_kernel(inputs or Inputs.of(q, v, options.softcap, options.mask), options.kernel),
+        choose_kernel(inputs or Inputs.of(q, v, softcap, mask), method.kernel if kernel is None else kernel),
     )
     # `plan_ahead` may have made an equal spec, which has its tiles and sends already.
     return method.planned_specs.get(spec.values) or spec
-
-
-def call_properties(*tensors: Tensor | None) -> tuple[Hashable, ...]:
-    """Returns the properties on which checks and the choice of a kernel depend: shapes, dtypes, devices, settings."""
-    settings = is_deterministic(), activated_implementation()
-    return *settings, *[x if x is None else (x.shape, x.dtype, x.device) for x in tensors]
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
@@ -266,7 +260,7 @@ def check_hidden(x: Tensor, projections: object, sinks: Tensor | None) -> None:
 
 def check_transforms(*tensors: Tensor | None) -> None:
     """Raises ValueError for tensors under torch.func or forward-mode AD. Their tangents would silently be lost."""
-    if compat.transforms_on() and any(x is not None and compat.is_transformed(x) for x in tensors):
+    if any(x is not None and compat.is_transformed(x) for x in tensors):
         raise ValueError(
             "torch.func's transforms (jvp, grad, vjp, vmap) and forward-mode AD do not reach into attention; use "
             "backward() or torch.autograd.grad"
@@ -279,11 +273,6 @@ def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
         return q, k, v
     dtype = torch.get_autocast_dtype(q.device.type)
     return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def autocast_enabled(x: Tensor) -> bool:
-    """Returns True if autocast is on for the device of x; False for the meta device, for which torch would raise."""
-    return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
 def _describe(value: Any) -> str:

@@ -103,27 +103,24 @@ def _visibility(attn_mask: Tensor, batch: int, length: int) -> npt.NDArray[np.bo
         four_dims = four_dims[:, :1]
     if four_dims.shape[0] not in (1, batch):
         raise ValueError(f"attn_mask {shape} has {four_dims.shape[0]} rows; the batch has {batch}; {REMEDY}")
-    visible = _visible_pairs(four_dims[:, 0], shape)
+    row_mask = four_dims[:, 0]
+    if row_mask.dtype == torch.bool:
+        visible = row_mask
+    elif not row_mask.is_floating_point():
+        raise ValueError(f"attn_mask is {row_mask.dtype}; {REMEDY}")
+    else:
+        # Many models write the dtype's lowest number instead of -inf. Softmax gives it weight 0 if the query sees any
+        # key.
+        visible, lowest = row_mask == 0, torch.finfo(row_mask.dtype).min
+        bias = ~visible & (row_mask != -torch.inf) & (row_mask != lowest)
+        if bool(bias.any()):
+            raise ValueError(f"attn_mask {shape} is a bias: it has {float(row_mask[bias][0]):.4g}; {REMEDY}")
+        if bool((~visible.any(-1) & (row_mask == lowest).any(-1)).any()):
+            raise ValueError(
+                f"attn_mask {shape} has {lowest:.4g} for every key of a query, which then sees them all alike: -inf "
+                f"would hide them; {REMEDY}"
+            )
     return visible.expand(-1, length, length).cpu().numpy()
-
-
-def _visible_pairs(attn_mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Returns bool, True for each visible pair of a mask [B, N, N]. `shape` is the tensor's own, for error messages."""
-    if attn_mask.dtype == torch.bool:
-        return attn_mask
-    if not attn_mask.is_floating_point():
-        raise ValueError(f"attn_mask is {attn_mask.dtype}; {REMEDY}")
-    # Many models write the dtype's lowest number instead of -inf. Softmax gives it weight 0 if the query sees any key.
-    visible, lowest = attn_mask == 0, torch.finfo(attn_mask.dtype).min
-    bias = ~visible & (attn_mask != -torch.inf) & (attn_mask != lowest)
-    if bool(bias.any()):
-        raise ValueError(f"attn_mask {shape} is a bias: it has {float(attn_mask[bias][0]):.4g}; {REMEDY}")
-    if bool((~visible.any(-1) & (attn_mask == lowest).any(-1)).any()):
-        raise ValueError(
-            f"attn_mask {shape} has {lowest:.4g} for every key of a query, which then sees them all alike: -inf would "
-            f"hide them; {REMEDY}"
-        )
-    return visible
 
 
 class _Runs(NamedTuple):
@@ -141,12 +138,6 @@ class _Runs(NamedTuple):
 
 def _mask_of_row(visible: npt.NDArray[np.bool_]) -> AttentionMask:
     """Returns the mask of one row of the batch from its visible pairs, bool [N, N]."""
-    runs = _find_runs(visible)
-    banded_mask = _banded_mask(runs, len(visible))
-    return AttentionMask.of_slices(_slices(runs, len(visible))) if banded_mask is None else banded_mask
-
-
-def _find_runs(visible: npt.NDArray[np.bool_]) -> _Runs:
     # A run begins where hidden changes to visible, and ends where visible changes to hidden. A hidden column is added
     # on each side, so that runs at the first and last key have both changes.
     padded = np.zeros((len(visible), visible.shape[1] + 2), dtype=np.int8)
@@ -154,7 +145,9 @@ def _find_runs(visible: npt.NDArray[np.bool_]) -> _Runs:
     changes = np.diff(padded, axis=1)
     queries, starts = np.nonzero(changes == 1)
     ends = np.nonzero(changes == -1)[1]
-    return _Runs(np.searchsorted(queries, np.arange(len(visible) + 1)), starts, ends)
+    runs = _Runs(np.searchsorted(queries, np.arange(len(visible) + 1)), starts, ends)
+    banded_mask = _banded_mask(runs, len(visible))
+    return AttentionMask.of_slices(_slices(runs, len(visible))) if banded_mask is None else banded_mask
 
 
 def _banded_mask(runs: _Runs, length: int) -> AttentionMask | None:

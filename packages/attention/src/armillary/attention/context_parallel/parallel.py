@@ -14,10 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary.attention.call.validation import check_layout, over_all_ranks
-from armillary.attention.context_parallel.averaging import AveragingCheck
-from armillary.attention.context_parallel.batch import ContextParallelBatch
-from armillary.attention.context_parallel.communication import method_axes, sum_over_axes
-from armillary.attention.context_parallel.rows import complete_rows
+from armillary.attention.context_parallel.batch import ContextParallelBatch, complete_rows
+from armillary.attention.context_parallel.communication import AveragingCheck, method_axes, sum_over_axes
 from armillary.attention.context_parallel.sdpa import with_documents
 from armillary.attention.context_parallel.sequence import check_method, takes_documents
 from armillary.attention.mask import AttentionMask

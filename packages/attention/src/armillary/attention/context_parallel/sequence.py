@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary.attention.call.validation import check_layout, over_all_ranks
-from armillary.attention.context_parallel.averaging import AveragingCheck, record_ddp
-from armillary.attention.context_parallel.communication import method_axes
-from armillary.attention.mask import AttentionMask, Documents, RowMasks, Tree
+from armillary.attention.context_parallel.communication import AveragingCheck, method_axes, record_ddp
+from armillary.attention.mask import AttentionMask, RowMasks, Tree
+from armillary.attention.mask.attention_mask import Documents
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -19,7 +18,7 @@ from armillary.attention.context_parallel.sdpa import Routing, unbound
 from armillary.attention.context_parallel.sequence import check_method
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
-from armillary.core import Axis, SequenceLayout
+from armillary.core import SequenceLayout
 from armillary.core.parts import dtensor
 
 
@@ -70,7 +69,14 @@ class ContextParallelStyle(ParallelStyle):
         self.method, self.layout, self.mask = attend, layout, mask
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._check_mesh(device_mesh)
+        names = device_mesh.mesh_dim_names or ()
+        axes = [axis.name for axis in self.method.axes if axis.size > 1]
+        extra = [name for i, name in enumerate(names) if device_mesh.size(i) > 1 and name not in axes]
+        if extra or any(name not in names for name in axes):
+            raise ValueError(
+                f"ContextParallelStyle({type(self.method).__name__}) works on axes {tuple(axes)}; "
+                f"parallelize_module was given a mesh with axes {names}: pass mesh[{', '.join(map(repr, axes))}]"
+            )
         forward = unbound(module.forward)
         routing = Routing(self.method, self.layout, self.mask)
 
@@ -89,16 +95,6 @@ class ContextParallelStyle(ParallelStyle):
         # A bound method, because a copy of the module then gets a `forward` bound to the copy.
         module.forward = MethodType(forward_on_shards, module)
         return module
-
-    def _check_mesh(self, mesh: DeviceMesh) -> None:
-        names = mesh.mesh_dim_names or ()
-        axes: Mapping[str, Axis] = {axis.name: axis for axis in self.method.axes if axis.size > 1}
-        extra = [name for i, name in enumerate(names) if mesh.size(i) > 1 and name not in axes]
-        if extra or any(name not in names for name in axes):
-            raise ValueError(
-                f"ContextParallelStyle({type(self.method).__name__}) works on axes {tuple(axes)}; "
-                f"parallelize_module was given a mesh with axes {names}: pass mesh[{', '.join(map(repr, axes))}]"
-            )
 
     def __repr__(self) -> str:
         return f"ContextParallelStyle({type(self.method).__name__}, layout={self.layout}, mask={self.mask})"

@@ -1,12 +1,25 @@
-"""The division of query and key/value heads over the ranks of a head axis. Pure."""
+"""The division of heads over the ranks of a head axis, and over the stages of UPipe (arXiv 2602.21196). Pure.
+
+With 8 query heads, 4 key/value heads, 2 ranks and 4 query heads a stage (G = 2 query heads share a key/value head):
+
+    stage   rank 0             rank 1
+    0       q 0 2   k 0 1      q 4 6   k 2 3       a round starts with as many different key/value heads as possible
+    1       q 1 3   (reused)   q 5 7   (reused)    the next query head of each group uses the same keys
+
+A round is the stages that use the same key/value heads: G, or fewer if a stage has several query heads of each group.
+Stages do not change which keys a query head uses: query head h uses key/value head h // G.
+"""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from armillary.core import SequenceLayout
+from armillary.core.parts import integer
 
 
 class HeadShards(NamedTuple):
@@ -53,3 +66,134 @@ def check_heads(heads: int, ranks: int, axis: str = "ulysses") -> None:
             f"{heads} query heads cannot be split over {ranks} ranks of axis {axis!r}; "
             f"give it at most {heads} ranks and the rest to the sequence axis"
         )
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+class RankHeads(NamedTuple):
+    """Heads of one rank in a stage.
+
+    Args:
+        queries: query heads, grouped by key/value head.
+        keys: key/value heads that these use.
+        starts_round: True if the rank receives `keys` before the stage.
+        ends_round: True if the rank sends back the gradients of `keys` after the stage.
+    """
+
+    queries: tuple[int, ...] = ()
+    keys: tuple[int, ...] = ()
+    starts_round: bool = False
+    ends_round: bool = False
+
+    def key_heads(self, key_heads: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns, for each of `queries`, the index of its key/value head in `keys`.
+
+        Args:
+            key_heads: the key/value head of every query head.
+        """
+        return tuple(self.keys.index(key_heads[head]) for head in self.queries)
+
+
+class KeyHeads(NamedTuple):
+    """The key/value heads that one all-to-all sends to the ranks of the head axis, or back from them.
+
+    Args:
+        heads: the heads, each once, in rising order.
+        ranges: for each rank, its heads, as indices into `heads`.
+    """
+
+    heads: tuple[int, ...]
+    ranges: tuple[range, ...]
+
+    @classmethod
+    def of(cls, by_rank: Sequence[tuple[int, ...]]) -> KeyHeads:
+        """Returns the heads of an all-to-all from the heads of each rank, which are consecutive and may overlap."""
+        heads = tuple(sorted({head for keys in by_rank for head in keys}))
+        starts = [heads.index(keys[0]) if keys else 0 for keys in by_rank]
+        return cls(heads, tuple(range(start, start + len(keys)) for start, keys in zip(starts, by_rank, strict=True)))
+
+    @property
+    def has_shared_heads(self) -> bool:
+        """True if a head goes to several ranks."""
+        return sum(map(len, self.ranges)) > len(self.heads)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of a call: the heads of each rank of the head axis."""
+
+    by_rank: tuple[RankHeads, ...]
+
+    @cached_property
+    def queries(self) -> tuple[int, ...]:
+        """Query heads of all ranks, in rank order."""
+        return tuple(head for heads in self.by_rank for head in heads.queries)
+
+    @cached_property
+    def query_ranges(self) -> tuple[range, ...]:
+        """For each rank, its query heads as indices into `queries`."""
+        counts = [len(heads.queries) for heads in self.by_rank]
+        starts = [sum(counts[:rank]) for rank in range(len(counts))]
+        return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+    @cached_property
+    def received_keys(self) -> KeyHeads:
+        """Key/value heads that are sent before the stage."""
+        return KeyHeads.of([heads.keys if heads.starts_round else () for heads in self.by_rank])
+
+    @cached_property
+    def returned_keys(self) -> KeyHeads:
+        """Key/value heads whose gradients are sent back after the stage."""
+        return KeyHeads.of([heads.keys if heads.ends_round else () for heads in self.by_rank])
+
+
+@lru_cache(maxsize=256, typed=True)
+def stages_of(key_heads: tuple[int, ...], ranks: int, heads_per_stage: int | None = None) -> tuple[Stage, ...]:
+    """Returns the stages of a call, each of at most `heads_per_stage` query heads over all ranks.
+
+    Args:
+        key_heads: for each query head, its key/value head.
+        heads_per_stage: None puts all heads into one stage.
+
+    Raises:
+        ValueError: `heads_per_stage` is not a positive multiple of `ranks`.
+    """
+    per_rank = -(-len(key_heads) // ranks)
+    if heads_per_stage is not None:
+        per_rank = min(check_heads_per_stage(heads_per_stage, ranks) // ranks, per_rank)
+    schedules = (_rank_stages(queries, key_heads, per_rank) for queries in split_heads(key_heads, ranks).queries)
+    # A rank with fewer heads has none in the last stages, but takes part in their collectives.
+    return tuple(Stage(by_rank) for by_rank in zip_longest(*schedules, fillvalue=RankHeads()))
+
+
+def _rank_stages(queries: range, key_heads: tuple[int, ...], per_stage: int) -> Iterator[RankHeads]:
+    """Yields the heads of one rank in each stage.
+
+    Args:
+        queries: the query heads of the rank.
+        per_stage: number of query heads of a stage.
+    """
+    keys = range(key_heads[queries[0]], key_heads[queries[-1]] + 1)
+    for start in range(0, len(keys), per_stage):
+        # A round has as many key/value heads as a stage has query heads; the last round has the remaining ones.
+        round_keys = keys[start : start + per_stage]
+        groups = [[head for head in queries if key_heads[head] == key] for key in round_keys]
+        # A round of fewer key/value heads has several query heads of each group in a stage.
+        per_group = per_stage // len(round_keys)
+        starts = range(0, max(map(len, groups)), per_group)  # in each group, the first query head of each stage
+        for first in starts:
+            heads = tuple(head for group in groups for head in group[first : first + per_group])
+            yield RankHeads(heads, tuple(round_keys), first == 0, first == starts[-1])
+
+
+def check_heads_per_stage(heads_per_stage: int, ranks: int) -> int:
+    """Returns the number of query heads of a stage.
+
+    Raises:
+        ValueError: the number is not a positive multiple of `ranks`.
+    """
+    count = integer("heads_per_stage", heads_per_stage)
+    if count < 1 or count % ranks:
+        raise ValueError(f"heads_per_stage={heads_per_stage} must be a positive multiple of {ranks} ranks")
+    return count

@@ -18,17 +18,14 @@ figure 5).
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Literal, NamedTuple, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.call.interface import AttentionMethod
-from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.attention.methods.base import Method
-from armillary.attention.methods.rank_grid import check_inner
+from armillary.attention.call.spec import AttentionMethod, AttentionSpec, Saved
+from armillary.attention.methods.base import Method, check_inner
 from armillary.attention.methods.token_ring import pass_queries_backward
 from armillary.attention.rotation.nodes import NodeRings
 from armillary.attention.rotation.returns import RingReduce
@@ -36,7 +33,7 @@ from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.grid import Grid
-from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
+from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis, TokenRanges, accumulation_dtype
 from armillary.core.parts import Side, check_choice
 
@@ -161,17 +158,17 @@ class Ring(Method):
                     spec.plan_block(rows, step.query_shard, step.key_shard, queries, keys)
 
     def rotation(self, side: RotatingSide, spec: AttentionSpec) -> Rotation:
-        """Returns the rotation around all ranks of the axis, each with its own shard. Cached per spec."""
+        """Returns the rotation around this rank's ring, in the direction that sends fewer tokens. Cached per spec."""
+        return spec.cached(
+            (side, id(self.axis)), lambda: Rotation.of(self.axis, self.return_axis, *self.topology(side, spec))
+        )
 
-        def make() -> Rotation:
-            if self.inner is None:
-                ring, grid = RingTopology.of_all(self.axis.size, side), spec.grid
-            else:
-                rings = self.node_rings(self.inner, side, spec)
-                ring, grid = rings.rings[self.inner.shard], rings.grid
-            return Rotation.of(self.axis, self.return_axis, ring, grid)
-
-        return spec.cached((side, id(self.axis)), make)
+    def topology(self, side: RotatingSide, spec: AttentionSpec) -> tuple[RingTopology, Grid]:
+        """Returns this rank's ring, and the visible pairs of its shards: all ranks of the axis, each with its shard."""
+        if self.inner is None:
+            return RingTopology.of_all(self.axis.size, side), spec.grid
+        rings = self.node_rings(self.inner, side, spec)
+        return rings.rings[self.inner.shard], rings.grid
 
     def block(self, side: RotatingSide, current: RotatingShard, tokens: TokenRanges, spec: AttentionSpec) -> RingBlock:
         """Returns the attention of a step: of this rank alone, or of all devices of the node by the inner method.
@@ -186,43 +183,12 @@ class Ring(Method):
             queries, keys = (None, tokens) if side == "keys" else (tokens, None)
             return spec.block(current.query_shard, current.key_shard, queries, keys)
 
-        def make() -> NodeAttention:
-            node_step = self.node_rings(inner, side, spec).step(self.axis.rank, current.step)
-            if node_step is None:
-                return NodeAttention(inner, None)
-            return NodeAttention(inner, replace(spec, layout=node_step.layout, key_layout=node_step.key_layout))
-
-        return spec.cached(("node", side, current.step, id(self)), make)
+        rings, node, step = self.node_rings(inner, side, spec), self.axis.rank, current.step
+        return spec.cached(("node", side, step, id(self)), lambda: rings.attention(inner, node, step, spec))
 
     def node_rings(self, inner: AttentionMethod, side: RotatingSide, spec: AttentionSpec) -> NodeRings:
         """Returns the rings of all devices. Cached per spec."""
         return spec.cached(("nodes", side, inner.shards), lambda: NodeRings.of(inner.shards, side, spec.grid))
-
-
-class NodeAttention(NamedTuple):
-    """A `RingBlock` of a whole node: attention of the queries and keys that are in the node at one step.
-
-    Args:
-        method: the inner method, over the devices of the node.
-        spec: the method's spec for this step; None if no query in the node sees a key in it.
-    """
-
-    method: AttentionMethod
-    spec: AttentionSpec | None
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
-        if self.spec is not None:
-            out, saved = self.method.forward(q, k, v, self.spec)
-            accumulator.add(EVERYTHING, out, saved.lse)
-
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
-    ) -> None:
-        if self.spec is not None:
-            # out and lse are over the keys of all nodes, so the step computes exactly its part of dq, dk and dv.
-            grads = self.method.backward(dout, Saved(q, k, v, out, lse), self.spec)
-            for total, grad in zip((dq, dk, dv), grads, strict=True):
-                total.add(EVERYTHING, grad)
 
 
 def check_backward(backward: Backward) -> Backward:

@@ -3,20 +3,74 @@
 all-to-all   q, k, v: from T tokens of all heads to U T tokens of the rank's heads
 attend       with the inner method
 all-to-all   out: back to T tokens of all heads
+
+`HeadMethod` is the base of methods on the head axis, Ulysses and UPipe.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.attention.methods.base import Method
-from armillary.attention.methods.head_axis import HeadMethod, PendingTensor
-from armillary.attention.methods.head_shards import HeadShards, split_heads
+from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.base import Method, check_inner
+from armillary.attention.methods.head_shards import HeadShards, check_heads, split_heads
+from armillary.attention.methods.local import Local
 from armillary.core import Axis, SequenceLayout, accumulation_dtype, start_head_to_seq, start_seq_to_head
+from armillary.core.parts import Side
+
+PendingTensor = Callable[[], Tensor]
+"""Waits for a tensor in flight and returns it."""
+
+
+class HeadMethod(Method):
+    """A method that exchanges sequence shards for head shards over one mesh axis of U ranks, and attends with `inner`.
+
+    Args:
+        axis: a 1-D mesh, such as `mesh["ulysses"]`, or an axis of one.
+        inner: a method over other axes. Local by default.
+
+    Raises:
+        ValueError: `inner` is not a method, or one of its axes does not form a grid of ranks with this one, such as
+            this axis itself.
+    """
+
+    def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
+        axis, inner = Axis.of(axis), Local() if inner is None else inner
+        check_inner(axis, inner, "Ring(mesh['ring'])")
+        self.compose(axis, inner)
+
+    def compose(self, axis: Axis, inner: Method) -> None:
+        """Sets the axis and the inner method, without a check that their axes form a grid of ranks."""
+        self.axis = self.head_axis = axis
+        self.inner = inner
+        self.shards = self.inner.shards * self.axis.size
+        self.shard = self.inner.shard * self.axis.size + self.axis.rank
+        self.sequence_shards = self.inner.sequence_shards
+
+    @property
+    def sequence_method(self) -> Method:
+        return self.inner
+
+    @property
+    def balanced_by(self) -> Side | None:
+        return self.inner.balanced_by
+
+    def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
+        return self.inner.layout(length, kind, mask).refine(self.axis.size)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        check_heads(q.shape[2], self.axis.size, self.axis.name)
+        self.inner.check(q, k, v)
+
+    def sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
+        """Returns the number of tokens of each rank of this axis. Together these ranks have one sequence shard."""
+        first = self.inner.shard * self.axis.size
+        return layout.refine(self.shards // self.sequence_shards).sizes[first : first + self.axis.size]
 
 
 class Ulysses(HeadMethod):

@@ -6,7 +6,7 @@
         attend       with any method on the sequence axis
         all-to-all   out of the stage back to sequence shards
 
-A round is the stages that use the same key/value heads; `stages.py` lists the heads of each stage. Without `prefetch`
+A round is the stages that use the same key/value heads; `stages_of` lists the heads of each stage. Without `prefetch`
 only one stage's q, k, v and out exist at a time. Forward saves x, out and the log-sum-exp. Backward runs the same
 stages and recomputes the projections, but not attention. With all heads in one stage this is the checkpoint placement
 of DistFlashAttention (arXiv 2310.03294), for any method.
@@ -14,7 +14,7 @@ of DistFlashAttention (arXiv 2310.03294), for any method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -23,14 +23,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.call.interface import StagedMethod
 from armillary.attention.call.recompute import outside_autocast
 from armillary.attention.call.sources import Finished, Heads, QKVSource, select_heads, write_heads
-from armillary.attention.call.spec import AttentionSpec, Saved
+from armillary.attention.call.spec import AttentionSpec, Saved, StagedMethod
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.head_axis import HeadMethod, PendingTensor
-from armillary.attention.methods.head_shards import split_heads
-from armillary.attention.methods.stages import KeyHeads, RankHeads, Stage, check_heads_per_stage, stages_of
+from armillary.attention.methods.head_shards import KeyHeads, check_heads_per_stage, split_heads, stages_of
+from armillary.attention.methods.ulysses import HeadMethod, PendingTensor
 from armillary.core import Axis, accumulation_dtype, start_head_to_seq, start_seq_to_head
 from armillary.core.parts import PackedHeads, check_bool, start_head_to_parts, start_packed_to_head
 
@@ -123,28 +121,26 @@ class UPipe(HeadMethod, StagedMethod):
             sequence shard and the h heads that it attends with.
         """
         call, results = self._staged_call(spec), list[Tensor]()
-
-        def attend_stage(stage: LocalStage, stage_tensors: list[Tensor], keys: RoundKeys) -> None:
-            # 1. q has arrived: all n tokens of the sequence shard, and this rank's heads of the stage.
-            q = stage_tensors.pop()
-            if not results:  # allocated at the first stage, when q and v tell the head dims and dtype
-                shape = q.shape[0], call.sizes[self.axis.rank]
-                results.extend(self.empty_results(shape, sum(call.sizes), spec.key_heads, q, keys.v, out_buffer))
-            out, lse = results
-            # 2. Attention over the keys of the round.
-            if stage.own_indices:
-                stage_out, saved = self.inner.forward(q, keys.k, keys.v, stage.inner_spec)
-                write_heads(lse, stage.own_indices, [saved.lse])
-                del saved
-            else:  # this rank has no heads in the last stages, but takes part in their all-to-alls
-                stage_out = q.new_empty((*q.shape[:3], keys.v.shape[3]))
-            del q
-            # 3. All-to-all back to this rank's tokens. The stage's heads are written into the preallocated out.
-            pending = start_head_to_parts(stage_out, self.axis, call.sizes, stage.all_ranks.query_ranges)
-            write_heads(out, stage.all_ranks.queries, pending.wait())
-
         with outside_autocast(source.device_type):
-            self._each_stage(call, source, [source.q], attend_stage)
+            for stage, stage_tensors, keys in self._pipeline(call, source, [source.q]):
+                # 1. q has arrived: all n tokens of the sequence shard, and this rank's heads of the stage.
+                q = stage_tensors.pop()
+                if not results:  # allocated at the first stage, when q and v tell the head dims and dtype
+                    shape = q.shape[0], call.sizes[self.axis.rank]
+                    results += self.empty_results(shape, sum(call.sizes), spec.key_heads, q, keys.v, out_buffer)
+                out, lse = results
+                # 2. Attention over the keys of the round.
+                if stage.own_indices:
+                    stage_out, saved = self.inner.forward(q, keys.k, keys.v, stage.inner_spec)
+                    write_heads(lse, stage.own_indices, [saved.lse])
+                    del saved
+                else:  # this rank has no heads in the last stages, but takes part in their all-to-alls
+                    stage_out = q.new_empty((*q.shape[:3], keys.v.shape[3]))
+                del q
+                # 3. All-to-all back to this rank's tokens. The stage's heads are written into the preallocated out.
+                pending = start_head_to_parts(stage_out, self.axis, call.sizes, stage.query_ranges)
+                write_heads(out, stage.queries, pending.wait())
+                del stage_out, pending, keys  # freed before the next stage is sent
         out, lse = results
         return out, lse
 
@@ -155,36 +151,43 @@ class UPipe(HeadMethod, StagedMethod):
             dout: [B, T, H, Dv].
             out, lse: as `attend` returned them.
         """
-        call = self._staged_call(spec)
-
-        def differentiate_stage(stage: LocalStage, stage_tensors: list[Tensor], keys: RoundKeys) -> None:
-            # 1. q (projected again), out and dout of this rank's heads of the stage have arrived, in this order. A rank
-            # without heads in the stage returns its empty q as dq.
-            dq = stage_tensors[0]
-            # 2. Backward of attention, with the saved lse: attention itself is not recomputed.
-            if stage.own_indices:
-                stage_lse = select_heads(lse, stage.own_indices)
-                saved = Saved(stage_tensors[0], keys.k, keys.v, stage_tensors[1], stage_lse)
-                dq, dk, dv = self.inner.backward(stage_tensors[2], saved, stage.inner_spec)
-                keys.add_grads(dk, dv)  # summed over the stages of a round, then sent once
-                del saved, dk, dv
-            stage_tensors.clear()
-            # 3. All-to-all of dq back to this rank's tokens, and backward of the projection of these heads.
-            pending = start_head_to_parts(dq.to(dout.dtype), self.axis, call.sizes, stage.all_ranks.query_ranges)
-            del dq
-            source.add_q(stage.all_ranks.queries, pending.wait())
-            del pending
-            # 4. At the end of a round the same for dk and dv. A rank that is in the middle of its round sends no heads.
-            returned_keys = stage.all_ranks.returned_keys
-            if returned_keys.heads:
-                round_keys = keys if stage.own_heads.ends_round else keys.without_heads()
-                source.add_kv(
-                    returned_keys.heads, *self._return_key_grads(round_keys, returned_keys, dout.dtype, call.key_sizes)
-                )
-
-        tensors: list[QueryTensor] = [source.q, partial(select_heads, out), partial(select_heads, dout)]
+        call, wide_dtype = self._staged_call(spec), accumulation_dtype(dout.dtype)
+        query_tensors: list[QueryTensor] = [source.q, partial(select_heads, out), partial(select_heads, dout)]
         with outside_autocast(source.device_type):
-            self._each_stage(call, source, tensors, differentiate_stage)
+            for stage, stage_tensors, keys in self._pipeline(call, source, query_tensors):
+                # 1. q (projected again), out and dout of this rank's heads of the stage have arrived, in this order. A
+                # rank without heads in the stage returns its empty q as dq.
+                dq = stage_tensors[0]
+                # 2. Backward of attention, with the saved lse: attention itself is not recomputed.
+                if stage.own_indices:
+                    saved = Saved(
+                        stage_tensors[0], keys.k, keys.v, stage_tensors[1], select_heads(lse, stage.own_indices)
+                    )
+                    dq, dk, dv = self.inner.backward(stage_tensors[2], saved, stage.inner_spec)
+                    keys.add_grads(dk, dv)  # summed over the stages of a round, then sent once
+                    del saved, dk, dv
+                stage_tensors.clear()
+                # 3. All-to-all of dq back to this rank's tokens, and backward of the projection of these heads.
+                pending = start_head_to_parts(dq.to(dout.dtype), self.axis, call.sizes, stage.query_ranges)
+                del dq
+                source.add_q(stage.queries, pending.wait())
+                del pending
+                # 4. At the end of a round the same for dk and dv. If ranks share a key/value head, each sends a partial
+                # sum, in the accumulation dtype.
+                returned_keys = stage.returned_keys
+                if returned_keys.heads:
+                    if not stage.ends_round:  # this rank is in the middle of its round, and sends no heads
+                        keys = keys.without_heads()
+                    token_grads = list[Tensor]()
+                    for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
+                        grad = torch.zeros_like(x, dtype=wide_dtype) if grad is None else grad
+                        grad = grad.to(wide_dtype if returned_keys.has_shared_heads else dout.dtype)
+                        transfer = start_head_to_seq(grad, self.axis, call.key_sizes, returned_keys.ranges)
+                        token_grads.append(transfer.wait())
+                        del grad, x, transfer
+                    source.add_kv(returned_keys.heads, *token_grads)
+                    del token_grads
+                del keys  # freed before the next stage is sent
 
     def lse_to_seq(self, lse: Tensor, spec: AttentionSpec) -> Tensor:
         """Returns lse [B, T, H] of this rank's tokens, from lse [B, n, h] of its heads."""
@@ -219,89 +222,61 @@ class UPipe(HeadMethod, StagedMethod):
         heads = self._staged_call(spec).queries[self.axis.rank]
         return slice(heads.start, heads.stop)
 
-    def _each_stage(
-        self,
-        call: StagedCall,
-        source: QKVSource,
-        tensors: Sequence[QueryTensor],
-        run: Callable[[LocalStage, list[Tensor], RoundKeys], None],
-    ) -> None:
-        """Sends the heads of each stage to their ranks, and calls `run` with the tensors that this rank receives.
+    def _pipeline(
+        self, call: StagedCall, source: QKVSource, tensors: Sequence[QueryTensor]
+    ) -> Iterator[tuple[LocalStage, list[Tensor], RoundKeys]]:
+        """Sends the heads of each stage to their ranks, and yields (stage, received tensors, keys of the round).
+
+        The received tensors are in the order of `tensors`. The caller must empty the list, and drop the keys, so that
+        their memory is free before the next stage is sent.
 
         Args:
             tensors: functions from query heads to a tensor to send, such as q.
-            run: function of (stage, received tensors in the order of `tensors`, keys of the round). It must empty the
-                list of received tensors, so that their memory is free before the next stage is sent.
         """
-        keys, pending = None, self._send_stage(call, 0, source, tensors)
-        for i, stage in enumerate(call.stages, start=1):
+        keys, pending = None, list[PendingTensor]()
+        for i, stage in enumerate(call.stages):
+            pending = pending or self._send_stage(call, stage, source, tensors)
             stage_tensors = [wait() for wait in pending]
             pending.clear()
-            if self.prefetch:  # the next stage is in flight while this one attends
-                pending = self._send_stage(call, i, source, tensors)
-            if stage.all_ranks.received_keys.heads:
+            if self.prefetch and i + 1 < len(call.stages):  # the next stage is in flight while this one attends
+                pending = self._send_stage(call, call.stages[i + 1], source, tensors)
+            if stage.received_keys.heads:
                 # A round starts on some rank, and every rank took part in the all-to-alls of k and v. A rank whose own
                 # round continues has received 0 heads, and uses the keys that it has.
                 k, v = stage_tensors[:2]
                 del stage_tensors[:2]
-                keys = RoundKeys(k, v) if stage.own_heads.starts_round or keys is None else keys
+                keys = RoundKeys(k, v) if stage.starts_round or keys is None else keys
                 del k, v
             assert keys is not None  # every rank has heads in the first stage
-            run(stage, stage_tensors, keys)
-            keys = keys.without_heads() if stage.own_heads.ends_round else keys
-            if not self.prefetch:
-                pending = self._send_stage(call, i, source, tensors)
+            yield stage, stage_tensors, keys
+            keys = keys.without_heads() if stage.ends_round else keys
 
     def _send_stage(
-        self, call: StagedCall, i: int, source: QKVSource, tensors: Sequence[QueryTensor]
+        self, call: StagedCall, stage: LocalStage, source: QKVSource, tensors: Sequence[QueryTensor]
     ) -> list[PendingTensor]:
-        """Starts the all-to-alls of stage `i`: of k and v if a round starts on any rank, then of `tensors`.
+        """Starts the all-to-alls of a stage: of k and v if a round starts on any rank, then of `tensors`.
 
-        Returns one function per tensor, which waits for it; none if stage `i - 1` is the last one. A tensor (or k and v
-        together) is projected, packed and freed before the next one is projected.
+        Returns one function per tensor, which waits for it. Without `prefetch` the transfers have ended already, so
+        that each send buffer is freed before the next tensor is projected.
         """
         pending: list[PendingTensor] = []
-        if i == len(call.stages):
-            return pending
-        stage = call.stages[i].all_ranks
+
+        def send(heads: list[Tensor], ranges: Sequence[range], sizes: Sequence[int]) -> None:
+            # Popped, so that the tensor is freed when it is packed.
+            transfer = start_packed_to_head(PackedHeads.cut(heads.pop(0), ranges), self.axis, sizes)
+            if self.prefetch:
+                pending.append(transfer.wait)
+            else:
+                result = transfer.wait()
+                pending.append(lambda: result)
+
         if stage.received_keys.heads:
             keys = list(source.kv(stage.received_keys.heads))
             while keys:
-                packed_heads = PackedHeads.cut(keys.pop(0), stage.received_keys.ranges)
-                pending.append(self._send(packed_heads, call.key_sizes))
-                del packed_heads
+                send(keys, stage.received_keys.ranges, call.key_sizes)
         for tensor in tensors:
-            packed_heads = PackedHeads.cut(tensor(stage.queries), stage.query_ranges)
-            pending.append(self._send(packed_heads, call.sizes))
-            del packed_heads
+            send([tensor(stage.queries)], stage.query_ranges, call.sizes)
         return pending
-
-    def _send(self, packed_heads: PackedHeads, sizes: Sequence[int]) -> PendingTensor:
-        """Starts an all-to-all. Without `prefetch` it also waits for the transfer, which frees the send buffer."""
-        transfer = start_packed_to_head(packed_heads, self.axis, sizes)
-        if self.prefetch:
-            return transfer.wait
-        result = transfer.wait()
-        return lambda: result
-
-    def _return_key_grads(
-        self, keys: RoundKeys, returned_keys: KeyHeads, dtype: torch.dtype, sizes: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """Returns dk, dv [B, S, h, D] of this rank's tokens and of the h heads of `returned_keys`.
-
-        If ranks share a key/value head, each sends a partial sum, in the accumulation dtype.
-
-        Args:
-            keys: this rank's heads, with the sums of their gradients; 0 heads if its round continues.
-            sizes: number of keys of each rank.
-        """
-        token_grads = list[Tensor]()
-        for grad, x in ((keys.dk, keys.k), (keys.dv, keys.v)):
-            grad = torch.zeros_like(x, dtype=accumulation_dtype(dtype)) if grad is None else grad
-            grad = grad.to(accumulation_dtype(dtype) if returned_keys.has_shared_heads else dtype)
-            token_grads.append(start_head_to_seq(grad, self.axis, sizes, returned_keys.ranges).wait())
-        dk, dv = token_grads
-        return dk, dv
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
         """Runs the inner method's `plan`, with the spec of each stage."""
@@ -316,11 +291,14 @@ class UPipe(HeadMethod, StagedMethod):
 
         def make() -> StagedCall:
             queries = split_heads(spec.key_heads, ranks).queries
-            stages = tuple(
-                LocalStage.of(stage, rank, queries[rank].start, spec)
-                for stage in stages_of(spec.key_heads, ranks, self.heads_per_stage)
-            )
-            return StagedCall(self.sizes(spec.layout), self.sizes(spec.key_layout), queries, stages)
+            stages = list[LocalStage]()
+            for stage in stages_of(spec.key_heads, ranks, self.heads_per_stage):
+                rank_heads = stage.by_rank[rank]
+                own_indices = tuple(head - queries[rank].start for head in rank_heads.queries)
+                inner_spec = spec.with_heads(rank_heads.key_heads(spec.key_heads))
+                key_rounds = stage.received_keys, stage.returned_keys, rank_heads.starts_round, rank_heads.ends_round
+                stages.append(LocalStage(stage.queries, stage.query_ranges, *key_rounds, own_indices, inner_spec))
+            return StagedCall(self.sizes(spec.layout), self.sizes(spec.key_layout), queries, tuple(stages))
 
         return spec.cached(("stages", rank, ranks, inner.shard, inner.shards, self.heads_per_stage), make)
 
@@ -342,26 +320,24 @@ class StagedCall(NamedTuple):
 
 
 class LocalStage(NamedTuple):
-    """One rank's part of a stage.
+    """A stage as one rank runs it.
 
     Args:
-        all_ranks: the heads of all ranks in the stage, for the all-to-alls.
-        own_heads: the heads of this rank in the stage.
+        queries, query_ranges: query heads of all ranks, and for each rank its part of them, as in `Stage`.
+        received_keys, returned_keys: key/value heads of the all-to-alls before and after the stage, as in `Stage`.
+        starts_round, ends_round: True if these all-to-alls have heads of this rank.
         own_indices: this rank's query heads of the stage, as indices into its query heads of all stages.
         inner_spec: the spec of the call of `inner`: this rank's query heads of the stage and the keys of the round.
     """
 
-    all_ranks: Stage
-    own_heads: RankHeads
+    queries: tuple[int, ...]
+    query_ranges: tuple[range, ...]
+    received_keys: KeyHeads
+    returned_keys: KeyHeads
+    starts_round: bool
+    ends_round: bool
     own_indices: tuple[int, ...]
     inner_spec: AttentionSpec
-
-    @classmethod
-    def of(cls, stage: Stage, rank: int, first_query: int, spec: AttentionSpec) -> LocalStage:
-        """Returns the part of `rank`, whose query heads start at `first_query`."""
-        heads = stage.by_rank[rank]
-        own_indices = tuple(head - first_query for head in heads.queries)
-        return cls(stage, heads, own_indices, spec.with_heads(heads.key_heads(spec.key_heads)))
 
 
 @dataclass

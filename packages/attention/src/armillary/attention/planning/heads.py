@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
 from armillary.attention.call.spec import key_heads_of
-from armillary.attention.methods.head_shards import check_heads, split_heads
-from armillary.attention.methods.stages import stages_of
+from armillary.attention.methods.head_shards import check_heads, split_heads, stages_of
 from armillary.attention.planning.comm_plan import (
     AttentionShape,
     CommPlan,

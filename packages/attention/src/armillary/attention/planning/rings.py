@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.ring import Backward, cheaper_side, check_backward
-from armillary.attention.methods.teams import Placement, Teams
+from armillary.attention.methods.wallfacer import Placement, Teams
 from armillary.attention.planning.comm_plan import (
     AttentionShape,
     CommPlan,

@@ -1,4 +1,4 @@
-"""Rings between the nodes of a cluster, and the queries and keys that a node has at each step. Pure.
+"""Rings between the nodes of a cluster, and the queries and keys that a node has at each step.
 
 With m devices per node, rank n m + d is device d of node n. Device d of every node is in ring d. At each step every
 device has a stationary and a rotating shard, and the devices of a node compute attention together: all queries in the
@@ -12,12 +12,16 @@ devices and rotating keys:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from torch import Tensor
+
+from armillary.attention.call.spec import AttentionMethod, AttentionSpec, Saved
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid, PartialLayout, grid_of, spans_at
+from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
 from armillary.core import SequenceLayout
 
 
@@ -78,6 +82,17 @@ class NodeRings:
             for rotating_shards in shards
         )
 
+    def attention(self, method: AttentionMethod, node: int, step: int, spec: AttentionSpec) -> NodeAttention:
+        """Returns the attention of a node at a step, by a method over its devices.
+
+        Args:
+            spec: the spec of the call of all nodes.
+        """
+        node_step = self.step(node, step)
+        if node_step is None:
+            return NodeAttention(method, None)
+        return NodeAttention(method, replace(spec, layout=node_step.layout, key_layout=node_step.key_layout))
+
     def step(self, node: int, step: int) -> NodeStep | None:
         """Returns the queries and keys in a node at a step; None if no query sees a key."""
         keys_rotate = self.rotating_side == "keys"
@@ -102,3 +117,29 @@ class NodeRings:
             (resident_tokens, visiting_tokens) if keys_rotate else (visiting_tokens, resident_tokens)
         )
         return NodeStep(layout, key_layout, query_shards, key_shards)
+
+
+class NodeAttention(NamedTuple):
+    """A `RingBlock` of a whole node: attention of the queries and keys that are in the node at one step.
+
+    Args:
+        method: the inner method, over the devices of the node.
+        spec: the method's spec for this step; None if no query in the node sees a key in it.
+    """
+
+    method: AttentionMethod
+    spec: AttentionSpec | None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
+        if self.spec is not None:
+            out, saved = self.method.forward(q, k, v, self.spec)
+            accumulator.add(EVERYTHING, out, saved.lse)
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
+    ) -> None:
+        if self.spec is not None:
+            # out and lse are over the keys of all nodes, so the step computes exactly its part of dq, dk and dv.
+            grads = self.method.backward(dout, Saved(q, k, v, out, lse), self.spec)
+            for total, grad in zip((dq, dk, dv), grads, strict=True):
+                total.add(EVERYTHING, grad)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.attention.rotation.rotate import RingStep, Rotation
+from armillary.attention.rotation.rotate import Rotation
 from armillary.core import Exchange, FlatBuffer, ReceiveBuffers, TokenRanges, accumulation_dtype, start_exchange
 from armillary.core.parts import compat
 
@@ -100,11 +100,20 @@ class RingReduce(Reduction):
             self.buffers = ReceiveBuffers(self.own_partials, counts)
             return
         self.wait()
-        rotation, schedule = self.rotation, self.rotation.steps[step]
-        send = self._outgoing(schedule, partials)
-        # If all arrived sums go to one rank, their buffer itself is sent, and is still in use. If some go to one rank
-        # and some to another, they are copied, and the buffer is free for the next sums.
-        arrived_sums = self.passing_sums
+        rotation, schedule, arrived_sums = self.rotation, self.rotation.steps[step], self.passing_sums
+        # 1. Add this rank's partial results to the sums of earlier ranks, which have arrived.
+        if arrived_sums:
+            for total, partial in zip(arrived_sums.tensors, partials, strict=True):
+                total += partial
+        # 2. Sums of tokens that a later rank sees go to the next rank, 1 hop ahead. Final sums go back to the owner,
+        # which is `step` hops behind.
+        send = dict[int, FlatBuffer]()
+        for tokens, hops in ((schedule.next_tokens, 1), (schedule.final_tokens, -step)):
+            if tokens.runs:
+                sums = arrived_sums.part(tokens) if arrived_sums else FlatBuffer.of(_widen(partials), tokens)
+                send[rotation.ahead(hops)] = sums
+        # 3. Receive the next sums. If all arrived sums go to one rank, their buffer itself is sent, and is still in
+        # use. If some go to one rank and some to another, they are copied, and the buffer is free for the next sums.
         in_use = arrived_sums is not None and any(
             compat.share_memory(flat.buffer, arrived_sums.buffer) for flat in send.values()
         )
@@ -113,24 +122,10 @@ class RingReduce(Reduction):
         # the last step, at which no sum goes to the next rank.
         receive = {rotation.ahead(-1): self.passing_sums} if self.passing_sums else {}
         if schedule.returned_tokens.runs:
-            sums = FlatBuffer.like(self.own_partials, schedule.returned_tokens.count)
-            self.arriving = schedule.returned_tokens, sums
-            receive[rotation.ahead(step)] = sums
+            final_sums = FlatBuffer.like(self.own_partials, schedule.returned_tokens.count)
+            self.arriving = schedule.returned_tokens, final_sums
+            receive[rotation.ahead(step)] = final_sums
         self.exchange = start_exchange(rotation.return_axis, send, receive)
-
-    def _outgoing(self, schedule: RingStep, partials: Partials) -> dict[int, FlatBuffer]:
-        """Adds this rank's partial results to the sums of earlier ranks, and returns the sums to send, by receiver."""
-        passing_sums, send = self.passing_sums, dict[int, FlatBuffer]()
-        if passing_sums:
-            for total, partial in zip(passing_sums.tensors, partials, strict=True):
-                total += partial
-        # Sums of tokens that a later rank sees go to the next rank, 1 hop ahead. Final sums go back to the owner, which
-        # is `step` hops behind.
-        for tokens, steps in ((schedule.next_tokens, 1), (schedule.final_tokens, -schedule.step)):
-            if tokens.runs:
-                sums = passing_sums.part(tokens) if passing_sums else FlatBuffer.of(_widen(partials), tokens)
-                send[self.rotation.ahead(steps)] = sums
-        return send
 
 
 class DirectReduce(Reduction):

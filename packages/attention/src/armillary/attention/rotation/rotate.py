@@ -156,35 +156,35 @@ class Rotation:
     @cached_property
     def steps(self) -> tuple[RingStep, ...]:
         """This rank's schedule: one entry for each of the R steps."""
-        return tuple(self._step(step) for step in range(len(self.topology.ranks)))
-
-    def _step(self, step: int) -> RingStep:
-        reach = self.topology.reach(self.grid)
-        origin, next_origin = self.origin(step), self.origin(step + 1)
-        token_ranges = reach[origin].tokens_at(step)
-        return RingStep(
-            step,
-            *self.topology.query_key_shards(self.ring_index, origin),
-            token_ranges,
-            reach[origin].tokens_at(step + 1).within(token_ranges),
-            reach[origin].final_tokens_at(step).within(token_ranges),
-            reach[next_origin].counts[step + 1],
-            reach[self.ring_index].final_tokens_at(step),
-        )
+        reach, steps = self.topology.reach(self.grid), list[RingStep]()
+        for step in range(len(self.topology.ranks)):
+            origin, next_origin = self.origin(step), self.origin(step + 1)
+            token_ranges = reach[origin].tokens_at(step)
+            steps.append(
+                RingStep(
+                    step,
+                    *self.topology.query_key_shards(self.ring_index, origin),
+                    token_ranges,
+                    reach[origin].tokens_at(step + 1).within(token_ranges),
+                    reach[origin].final_tokens_at(step).within(token_ranges),
+                    reach[next_origin].counts[step + 1],
+                    reach[self.ring_index].final_tokens_at(step),
+                )
+            )
+        return tuple(steps)
 
     @cached_property
     def direct_steps(self) -> tuple[DirectStep, ...]:
         """The tokens whose results return directly, for each step. At step 0 the shard is this rank's own: none do."""
-        return tuple(map(self._direct_step, self.steps))
-
-    def _direct_step(self, step: RingStep) -> DirectStep:
-        if step.step == 0:
-            return DirectStep(step.token_ranges, step.token_ranges, TokenRanges())
-        visible = self.topology.visible_tokens(self.grid, self.ring_index, self.origin(step.step))
-        # After s steps this rank's own shard is on the rank s hops after it.
-        holder = (self.ring_index + step.step) % len(self.steps)
-        returned_tokens = self.topology.visible_tokens(self.grid, holder, self.ring_index)
-        return DirectStep(visible, visible.within(step.token_ranges), returned_tokens)
+        own_step, *later_steps = self.steps
+        steps = [DirectStep(own_step.token_ranges, own_step.token_ranges, TokenRanges())]
+        for step in later_steps:
+            visible = self.topology.visible_tokens(self.grid, self.ring_index, self.origin(step.step))
+            # After s steps this rank's own shard is on the rank s hops after it.
+            holder = (self.ring_index + step.step) % len(self.steps)
+            returned_tokens = self.topology.visible_tokens(self.grid, holder, self.ring_index)
+            steps.append(DirectStep(visible, visible.within(step.token_ranges), returned_tokens))
+        return tuple(steps)
 
     def origin(self, step: int) -> int:
         """Returns the ring index of the owner of the shard that is on this rank at `step`."""

@@ -1,4 +1,4 @@
-"""Attention methods by name: lookup, construction and plans.
+"""Attention methods by name: lookup, construction and plans. To add a method, name it in a line of the tables below.
 
 A name is that of a sequence method, such as "ring"; of a head method, such as "ulysses"; or of a head method around a
 sequence method, joined by "+": "upipe+wallfacer".
@@ -6,24 +6,42 @@ sequence method, joined by "+": "upipe+wallfacer".
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.all_gather import AllGatherKV
 from armillary.attention.methods.base import Method
-from armillary.attention.methods.ring import Backward
-from armillary.attention.methods.teams import Placement
+from armillary.attention.methods.local import Local
+from armillary.attention.methods.ring import Backward, Ring
+from armillary.attention.methods.token_ring import TokenRing
+from armillary.attention.methods.ulysses import Ulysses
+from armillary.attention.methods.upipe import UPipe
+from armillary.attention.methods.wallfacer import Placement, WallFacer, fitting_teams
 from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Role
-from armillary.attention.planning.heads import UPipePlan, head_stages
+from armillary.attention.planning.heads import UlyssesPlan, UPipePlan, head_stages
 from armillary.attention.planning.method_plan import HeadPlan, HeadStages, MethodPlan, SequencePlan
-from armillary.attention.registry.entry import DEFAULT_OPTIONS, HeadEntry, MethodOptions, SequenceEntry
-from armillary.attention.registry.table import ALIASES, HEAD_METHODS, LOCAL, SEQUENCE_METHODS
+from armillary.attention.planning.nodes import DoubleRingPlan, TokenRingOverNodesPlan
+from armillary.attention.planning.rings import AllGatherPlan, LocalPlan, RingPlan, TokenRingPlan, WallFacerPlan
 from armillary.core import SequenceLayout
+
+
+class MethodOptions(NamedTuple):
+    """The options that may accompany the name of a method. A method uses some of them."""
+
+    heads_per_stage: int | None = None
+    team: int | None = None
+    placement: Placement = "collect_intra"
+    backward: Backward = "auto"
+    nodes: int | None = None
+
+
+DEFAULT_OPTIONS = MethodOptions()
 
 
 def build_attention(
@@ -118,15 +136,21 @@ class NamedMethod:
         ring = axes.get("ring", 1)
         if "nodes" not in self.sequence.axes:
             return dict(axes)
-        nodes = self.sequence.resolve(self.options, ring).nodes or 1
+        nodes = self.sequence.arguments(self.options, ring, plan=True)["nodes"]
         if ring % nodes:
             raise ValueError(f"nodes={nodes} must divide the {ring} ranks of ring")
         return {**axes, "ring": 1, "nodes": nodes, "devices": ring // nodes}
 
     def build(self, mesh: DeviceMesh) -> Method:
         """Constructs the method on the axes of `mesh`, as `build_attention` does."""
-        _check_mesh(mesh, self.sequence.axes)
+        if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
+            raise ValueError(f"mesh is a {type(mesh).__name__}; a DeviceMesh is needed, such as build_mesh makes")
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        if absent := [axis for axis in (*self.sequence.axes, "ulysses") if axis not in sizes]:
+            raise ValueError(
+                f"the mesh has axes {tuple(sizes)} and no {' and '.join(absent)}; use build_mesh, or construct the "
+                "method on an axis, such as Ring(mesh[...])"
+            )
         self.check_used(sizes)
         ring, ulysses = prod(sizes[axis] for axis in self.sequence.axes), sizes["ulysses"]
         # On a sequence axis of one rank, `Local` spares the rotation and a second communicator.
@@ -182,8 +206,8 @@ class NamedMethod:
 
     def stages(self, heads: int, key_heads: int, ulysses: int) -> HeadStages:
         """Returns the stages of the first of `ulysses` ranks on the head axis. No rank has more heads."""
-        options = self.options if self.head is None else self.head.resolve(self.options, ulysses)
-        return head_stages(heads, key_heads, ulysses, options.heads_per_stage)
+        arguments = {} if self.head is None else self.head.arguments(self.options, ulysses)
+        return head_stages(heads, key_heads, ulysses, arguments.get("heads_per_stage"))
 
     def check_used(self, sizes: Mapping[str, int]) -> None:
         """Raises ValueError if the method does not divide attention over an axis of several ranks.
@@ -220,10 +244,16 @@ def named_method(name: str, options: MethodOptions = DEFAULT_OPTIONS) -> NamedMe
         head, sequence = "", ALIASES.get(name, name)
     elif not sequence:
         sequence = "local"
-    if (head and head not in HEAD_METHODS) or (sequence != "local" and sequence not in SEQUENCE_METHODS):
+    if sequence != "local" and sequence not in SEQUENCE_METHODS:
         raise ValueError(f"no attention method {name!r}; known: {', '.join(names())}")
     method = NamedMethod(name, HEAD_METHODS.get(head), SEQUENCE_METHODS.get(sequence, LOCAL), options)
-    _check_options(method)
+    entries = [method.sequence, *([method.head] if method.head else [])]
+    option_names = [option for entry in entries for option in entry.all_options]
+    for option, value in options._asdict().items():
+        if value != getattr(DEFAULT_OPTIONS, option) and option not in option_names:
+            all_entries = {**SEQUENCE_METHODS, **HEAD_METHODS}
+            owners = ", ".join(owner for owner, entry in all_entries.items() if option in entry.all_options)
+            raise ValueError(f"{name} takes no {option}={value!r}; that is for {owners}")
     return method
 
 
@@ -255,25 +285,128 @@ def variants(ring: int, ulysses: int, heads: int) -> Iterator[NamedMethod]:
                     yield NamedMethod(pair, head, sequence, options._replace(**values))
 
 
-def _check_options(method: NamedMethod) -> None:
-    """Raises ValueError for an option that the method does not take."""
-    entries = [method.sequence, *([method.head] if method.head else [])]
-    option_names = [option for entry in entries for option in (*entry.options, *entry.mesh_options)]
-    for option, value in method.options._asdict().items():
-        if value != getattr(DEFAULT_OPTIONS, option) and option not in option_names:
-            all_entries = {**SEQUENCE_METHODS, **HEAD_METHODS}
-            owners = ", ".join(
-                name for name, entry in all_entries.items() if option in (*entry.options, *entry.mesh_options)
-            )
-            raise ValueError(f"{method.name} takes no {option}={value!r}; that is for {owners}")
+# -- entries ----------------------------------------------------------------------------------------------------------
 
 
-def _check_mesh(mesh: DeviceMesh, sequence_axes: Sequence[str]) -> None:
-    if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
-        raise ValueError(f"mesh is a {type(mesh).__name__}; a DeviceMesh is needed, such as build_mesh makes")
-    axes = mesh.mesh_dim_names or ()
-    if absent := [axis for axis in (*sequence_axes, "ulysses") if axis not in axes]:
-        raise ValueError(
-            f"the mesh has axes {axes} and no {' and '.join(absent)}; use build_mesh, or construct the method on an "
-            f"axis, such as Ring(mesh[...])"
-        )
+@dataclass(frozen=True)
+class Entry:
+    """Entry of a method on the sequence axis or on the head axis.
+
+    Args:
+        method: the class, or a function that constructs the method. Called with its mesh axes, on the head axis also
+            with the inner method, and with the options as keyword arguments.
+        plan: class of the plan. Called with the options and the method's name as keyword arguments.
+        options: names of the fields of `MethodOptions` that method and plan take.
+        mesh_options: names of the fields that only the plan takes, because the method reads them from its mesh.
+        variants: function of (ranks on the method's axis, query heads), which yields the options that a search tries.
+            It yields none where the method would do the same as another one.
+    """
+
+    method: Callable[..., Method]
+    plan: type[MethodPlan]
+    options: tuple[str, ...] = ()
+    mesh_options: tuple[str, ...] = ()
+    variants: Callable[[int, int], Iterable[MethodOptions]] = lambda ranks, heads: (DEFAULT_OPTIONS,)
+
+    @property
+    def all_options(self) -> tuple[str, ...]:
+        return (*self.options, *self.mesh_options)
+
+    def arguments(self, options: MethodOptions, ranks: int, plan: bool = False) -> dict[str, Any]:
+        """Returns the keyword arguments of `method` for an axis of `ranks` ranks, or of `plan` if `plan` is True."""
+        values = {name: getattr(options, name) for name in (self.all_options if plan else self.options)}
+        defaults = default_options(ranks)
+        return {name: getattr(defaults, name) if value is None else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class SequenceEntry(Entry):
+    """Entry of a method on the sequence axis.
+
+    Args:
+        axes: names of the mesh axes that `method` takes: the sequence axis, or the two axes that replace it.
+    """
+
+    plan: type[SequencePlan] = SequencePlan
+    axes: tuple[Role, ...] = ("ring",)
+
+
+@dataclass(frozen=True)
+class HeadEntry(Entry):
+    """Entry of a method on the head axis, which takes an inner method on the sequence axis."""
+
+    plan: type[HeadPlan] = HeadPlan
+
+
+@lru_cache
+def default_options(ranks: int) -> MethodOptions:
+    """Returns the options of methods on an axis of `ranks` ranks that were given none."""
+    return MethodOptions(
+        heads_per_stage=ranks,  # one query head per rank and stage: the least memory
+        team=fitting_teams(ranks)[-1],  # the largest
+        nodes=next((n for n in range(2, ranks + 1) if ranks % n == 0), 1),  # as few as there can be, above 1
+    )
+
+
+def wallfacer_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
+    """Yields each team size from 2, in both placements. With teams of 1 rank the method is Ring."""
+    for team in fitting_teams(ranks)[1:]:
+        for placement in get_args(Placement):
+            yield MethodOptions(team=team, placement=placement)
+
+
+def node_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
+    """Yields each number of nodes that leaves at least 2 nodes of at least 2 devices.
+
+    With one node the method is the inner one, and with one device it is Ring.
+    """
+    return (MethodOptions(nodes=nodes) for nodes in range(2, ranks // 2 + 1) if ranks % nodes == 0)
+
+
+def upipe_variants(ranks: int, heads: int) -> Iterator[MethodOptions]:
+    """Yields one and two query heads per rank and stage, as far as that makes several stages."""
+    return (MethodOptions(heads_per_stage=count) for count in (ranks, 2 * ranks) if count < heads)
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+
+def double_ring(nodes: DeviceMesh, devices: DeviceMesh, backward: Backward) -> Method:
+    """Returns a ring of keys between nodes around a ring within each node (LoongTrain's double ring)."""
+    return Ring(nodes, backward, inner=Ring(devices, backward))
+
+
+def token_ring_over_nodes(nodes: DeviceMesh, devices: DeviceMesh, backward: Backward) -> Method:
+    """Returns a ring of keys between nodes around TokenRing within each node."""
+    return Ring(nodes, backward, inner=TokenRing(devices))
+
+
+def ulysses(axis: DeviceMesh, inner: Method) -> Method:
+    """Returns Ulysses around the inner method; the inner method itself on a head axis of one rank."""
+    return Ulysses(axis, inner) if axis.size() > 1 else inner
+
+
+ON_NODES: Any = {
+    "options": ("backward",),
+    "mesh_options": ("nodes",),
+    "variants": node_variants,
+    "axes": ("nodes", "devices"),
+}
+"""Fields of a ring between nodes around another method within each node."""
+SEQUENCE_METHODS: dict[str, SequenceEntry] = {
+    "ring": SequenceEntry(Ring, RingPlan, options=("backward",)),
+    "token_ring": SequenceEntry(TokenRing, TokenRingPlan),
+    "wallfacer": SequenceEntry(
+        WallFacer, WallFacerPlan, options=("team", "placement", "backward"), variants=wallfacer_variants
+    ),
+    "all_gather": SequenceEntry(AllGatherKV, AllGatherPlan),
+    "ring+ring": SequenceEntry(double_ring, DoubleRingPlan, **ON_NODES),
+    "ring+token_ring": SequenceEntry(token_ring_over_nodes, TokenRingOverNodesPlan, **ON_NODES),
+}
+HEAD_METHODS: dict[str, HeadEntry] = {
+    "ulysses": HeadEntry(ulysses, UlyssesPlan),
+    "upipe": HeadEntry(UPipe, UPipePlan, options=("heads_per_stage",), variants=upipe_variants),
+}
+LOCAL = SequenceEntry(Local, LocalPlan, axes=())
+"""The sequence method on one rank. Also the inner method of a head method if there is no sequence axis."""
+ALIASES = {"usp": "ulysses+ring"}
