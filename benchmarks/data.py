@@ -33,9 +33,8 @@ from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance
 from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus
 from armillary.data.console.units import count_argument
+from armillary.data.formats.folder import Part, StoreWriter
 from armillary.data.prepare import Preparation, prepare
-from armillary.data.prepare.encode import Part
-from armillary.data.prepare.run import StoreWriter
 from armillary.data.text.tokenizer import decode_utf8, train_bpe
 
 COPIES = 6

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from armillary.core import SequenceLayout, to_device
 from armillary.data import IGNORE, Batch, Batches
-from armillary.data.shuffle import Index, permutation, random_bits
+from armillary.data.packing import permutation
+from armillary.data.store import Index, random_bits
 from armillary.models import linear_argmax
 from armillary.models.block import Block
 from armillary.train import Config, Run, prepare

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.data.shuffle import items_until, permutation, random_bits, source_at, stable_hash
+from armillary.data.loader.packed_sequences import items_until, source_at
+from armillary.data.packing import permutation
+from armillary.data.store import random_bits, stable_hash
 
 weight_lists = st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=5)
 

@@ -10,7 +10,7 @@ import pytest
 from data_stores import numbered, single_rank_rows
 
 from armillary.data import TokenStore
-from armillary.data.loader.prefetch import Prefetch
+from armillary.data.loader.batches import Prefetch
 
 N = 16
 LENGTHS = [30, 5, 80, 1, 17, 60]

@@ -16,7 +16,7 @@ from armillary.core import SequenceLayout
 from armillary.data import PackedSequences, TextTokenizer, one_per_row, open_store, verify_folder
 from armillary.data.prepare import Preparation, encode, prepare
 from armillary.data.prepare.encode import tokenizer_in
-from armillary.data.shuffle import stable_hash
+from armillary.data.store import stable_hash
 from armillary.data.text.tokenizer import train_bpe
 
 TEXTS = ["one", "two two\n\n", "fünf 漢字", "x", "def walk(self):\n    return self.x\n" * 30, "\0zero", "last one"]

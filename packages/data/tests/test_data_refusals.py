@@ -41,7 +41,7 @@ from armillary.data import (
 )
 from armillary.data.cli import main
 from armillary.data.console import byte_quantity, quantity, whole_number
-from armillary.data.loader.epochs import Epochs
+from armillary.data.loader.packed_sequences import Epochs
 from armillary.data.packing import Packed
 from armillary.data.parts import tokenizer_of
 from armillary.data.prepare import Preparation, prepare

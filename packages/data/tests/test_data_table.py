@@ -3,7 +3,7 @@
 import pytest
 
 from armillary.data.console import Column, print_table
-from armillary.data.console.table import table
+from armillary.data.console.output import table
 
 COLUMNS = [Column("attention", text=True), Column("host memory (GiB)"), Column("why", text=True, own_line=True)]
 ROWS = [["ulysses+token_ring, 16 heads", "5.74", "slower: exchange"], [], ["ring", "1,234.50", ""]]

@@ -1,15 +1,14 @@
 """Token rows for sharded sequences: each rank gets the tokens, labels and positions of its layout."""
 
 from armillary.core import LabelTriples
-from armillary.data.formats import is_store, open_store, verify_folder
-from armillary.data.loader.batch import IGNORE, Batch
-from armillary.data.loader.batches import Batches
+from armillary.data.detection import is_store, open_store
+from armillary.data.formats.folder import verify_folder
+from armillary.data.loader.batches import Batch, Batches
 from armillary.data.loader.packed_sequences import PackedSequences, check_length
 from armillary.data.packing import best_fit, greedy, one_per_row
-from armillary.data.store import TokenStore, Vocabulary
-from armillary.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
+from armillary.data.store import IGNORE, TokenStore, Vocabulary
 from armillary.data.text.corpus import Document, binary, python_corpus, read_documents
-from armillary.data.text.tokenizer import TextTokenizer
+from armillary.data.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer
 from armillary.data.trees import PrefixTree, prefix_tree, tree_batch
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""The commands `armillary-data prepare`, `info`, `pack` and `inspect`: one dataclass of flags each, parsed by tyro."""
+"""The commands `armillary-data prepare` and `armillary-data info`: one dataclass of flags each, parsed by tyro."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from typing import Literal
 
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, Positional
 
-from armillary.data.console.exit import exit_on_error, print_lines
-from armillary.data.formats import open_store
-from armillary.data.formats.arrow import is_arrow
+from armillary.data.console.exit import exit_on_error, one_line, print_lines
+from armillary.data.console.output import Bar, Column, print_table
+from armillary.data.console.parsing import parse, refuse_removed
+from armillary.data.detection import open_store
 from armillary.data.formats.folder import Header, is_folder, verify_folder
-from armillary.data.inspection.layouts import LayoutStatistics, bytes_per_token_hop, measure_layouts, packed_rows
-from armillary.data.inspection.statistics import describe, histogram
-from armillary.data.inspection.tables import print_info, print_layouts, print_omissions
+from armillary.data.formats.foreign import is_arrow
+from armillary.data.inspection import (
+    LayoutStatistics,
+    bytes_per_token_hop,
+    describe,
+    histogram,
+    measure_layouts,
+    packed_rows,
+)
 from armillary.data.loader.batches import check_minimum
-from armillary.data.loader.epochs import PackedRow
 from armillary.data.packing import PACKINGS
-from armillary.data.parsing import parse, refuse_removed
 from armillary.data.prepare import Preparation, Progress, prepare
-from armillary.data.progress import Bar
 from armillary.data.store import TokenStore
 
 PROGRAM = "armillary-data"
@@ -116,27 +120,26 @@ class Info:
             )
         if self.verify:
             verify(self.store)
-        rows, layouts = ([], []) if self.length is None else self.measure(store, self.length)
+        rows, layouts = [], []
+        if self.length is not None:
+            check_minimum(1, kv_heads=self.kv_heads, head_dim=self.head_dim)
+            token_bytes = bytes_per_token_hop(self.kv_heads, self.head_dim)
+            with Bar("measuring rows", quiet=self.json) as bar:
+                rows = packed_rows(store, self.length, PACKINGS[self.packing], self.rows)
+                layouts = measure_layouts(rows, self.shards, token_bytes, partial(bar.show, "measuring rows"))
         pieces = sum(len(row.pieces) for row in rows) / max(len(rows), 1)
         if self.json:
             figures = describe(store) | {"histogram": list(map(asdict, histogram(store.lengths)))}
             if layouts:
                 sizes = {"length": self.length, "shards": self.shards, "rows": len(rows), "pieces": pieces}
                 figures |= {"packed": sizes | {"packing": self.packing}, "layouts": list(map(asdict, layouts))}
-            print_json(figures)
+            print(json.dumps(figures, indent=1))
             return
         print_info(store, Header.read(self.store) if is_folder(self.store) else None)
-        if self.length is not None:
-            print()
-            print_layouts(layouts, self.length, self.shards, len(rows), pieces)
-
-    def measure(self, store: TokenStore, length: int) -> tuple[list[PackedRow], list[LayoutStatistics]]:
-        """Returns the first rows of `length` tokens, and the cost of each layout on them."""
-        check_minimum(1, kv_heads=self.kv_heads, head_dim=self.head_dim, length=length)
-        token_bytes = bytes_per_token_hop(self.kv_heads, self.head_dim)
-        with Bar("measuring rows", quiet=self.json) as bar:
-            rows = packed_rows(store, length, PACKINGS[self.packing], self.rows)
-            return rows, measure_layouts(rows, self.shards, token_bytes, partial(bar.show, "measuring rows"))
+        if layouts:
+            print(f"\n{len(rows)} rows of {self.length:,} tokens with {pieces:.1f} pieces of documents each, ", end="")
+            print(f"{self.shards} shards;")
+            print_layouts(layouts, len(rows))
 
 
 @dataclass(frozen=True)
@@ -191,5 +194,64 @@ def verify(path: Path) -> None:
     print(f"{path}: all {total:,} bytes match their checksums", file=sys.stderr)
 
 
-def print_json(value: object) -> None:
-    print(json.dumps(value, indent=1))
+# -- printed output ---------------------------------------------------------------------------------------------------
+
+BAR_WIDTH = 24
+"""Characters of the longest bar of a histogram."""
+
+LABELS = {
+    "mean_length": "mean length, tokens",
+    "longest": "longest, tokens",
+}
+"""Labels of statistics that differ from their names."""
+
+
+def print_omissions(header: Header) -> None:
+    """Prints a line for each reason why documents of the input were left out or changed."""
+    sentences = {
+        "empty": "documents without text were left out",
+        "binary": "binary files were left out",
+        "replaced": "documents are not valid UTF-8: U+FFFD replaces their invalid bytes; the first is {first}",
+        "skipped": "documents were skipped as broken; the first is {first}",
+    }
+    for name, sentence in sentences.items():
+        if header.summary.get(name):
+            print_lines(f"{header.summary[name]:,} {sentence.format(first=header.summary.get(f'first_{name}'))}")
+
+
+def print_info(store: TokenStore, header: Header | None) -> None:
+    """Prints the statistics of a store, the omissions in its header if it has one, and a histogram of lengths."""
+    for name, value in describe(store).items():
+        text = "unknown" if value is None else f"{value:,.0f}" if isinstance(value, (int, float)) else one_line(value)
+        unit = ", tokens" if name.startswith("p") and name[1:].isdigit() else ""
+        print_lines(f"{LABELS.get(name, name.replace('_', ' ') + unit):20} {text}")
+    if header is not None:
+        print_omissions(header)
+    print()
+    bins = histogram(store.lengths)
+    largest = max((b.documents for b in bins), default=0)
+    rows: list[list[str]] = []
+    for b in bins:
+        bar = "█" * round(BAR_WIDTH * b.documents / largest) or ("▏" if b.documents else "")
+        lengths = f"{b.minimum:,}" if b.minimum == b.maximum else f"{b.minimum:,} to {b.maximum:,}"
+        rows.append([lengths, f"{b.documents:,}", f"{100 * b.tokens / max(store.tokens, 1):.1f}", bar])
+    heads = [Column("tokens in a document"), Column("documents"), Column("share of tokens (%)"), Column("", text=True)]
+    print_table(heads, rows)
+
+
+def print_layouts(layouts: Sequence[LayoutStatistics], rows: int) -> None:
+    """Prints the cost of layouts on a number of rows, a line for each layout."""
+    print("MiB that a rank sends in a layer, forward and backward, around a ring;")
+    print("pairs and tokens: fullest shard over the mean; worst: the same in the worst row\n")
+    names = ("sent (MiB)", "hops", "pairs", "worst", "tokens", "worst", "spans")
+    lines = [
+        [
+            each.layout if each.rows == rows else f"{each.layout} ({each.rows} rows)",
+            f"{each.sent_bytes / 2**20:,.1f}",
+            f"{each.hops:.3f}",
+            *(f"{x:.3f}" for x in (each.pairs, each.worst_pairs, each.tokens, each.worst_tokens)),
+            f"{each.spans}",
+        ]
+        for each in layouts
+    ]
+    print_table([Column("layout", text=True), *map(Column, names)], lines)

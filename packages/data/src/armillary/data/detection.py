@@ -1,21 +1,74 @@
-"""Detection of stores, text and tokenizers at a path."""
+"""Opens what a user's path names: a store in one of the formats, text to tokenize, or a tokenizer."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from armillary.data.formats import is_store, open_store
-from armillary.data.formats.folder import Header, is_folder
+from armillary.data.formats.folder import Header, is_folder, open_folder, partial_folder, readable
+from armillary.data.formats.foreign import is_arrow, megatron_prefix, open_arrow, open_megatron
 from armillary.data.store import TokenStore
-from armillary.data.text.byte_tokenizer import ByteTokenizer
 from armillary.data.text.corpus import binary, read_documents
-from armillary.data.text.streamer import TwoWayTokenizer
-from armillary.data.text.tokenizer import TextTokenizer
+from armillary.data.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer, TwoWayTokenizer
 
 CONTAINERS = {".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", ".bin", ".idx"}
 """Suffixes of files whose bytes are not the text itself."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """Files by which a folder with a tokenizer is recognized; only a tokenizer.json can be read."""
+
+
+def open_store(
+    path: str | os.PathLike[str], tokenizer: Tokenizer | None = None, *, column: str = "input_ids"
+) -> TokenStore:
+    """Maps a store into memory.
+
+    Args:
+        path: a folder made by `armillary-data prepare` or saved by Hugging Face `datasets`, or Megatron's `path.bin`
+            and `path.idx` (the path of either, or without suffix). If the rows of a `datasets` folder have lists named
+            "labels", these are the labels of their tokens, with -100 for tokens without one.
+        tokenizer: refuse a store whose files name another tokenizer.
+        column: column of a `datasets` folder with lists of tokens.
+
+    Raises:
+        ValueError: not a store, or an unfinished one; a file that cannot be read, is cut off, too long or of another
+            format; a `datasets` folder with several splits or without such a column; or another tokenizer.
+        ImportError: the folder was saved by `datasets`, which is not installed.
+    """
+    path = Path(path)
+    with readable(path):
+        if is_folder(path):
+            store = open_folder(path)
+        elif prefix := megatron_prefix(path):
+            store = open_megatron(prefix)
+        elif is_arrow(path):
+            store = open_arrow(path, column)
+        elif (partial := partial_folder(path)).is_dir():
+            raise ValueError(f"{path} is not finished ({partial}); run the same `armillary-data prepare` again")
+        else:
+            accepted_formats = (
+                "a folder made by `armillary-data prepare`, a Megatron .bin/.idx pair, or a saved `datasets` folder"
+            )
+            raise ValueError(
+                f"{path} {'holds no tokens' if path.exists() else 'does not exist'}; give {accepted_formats}"
+            )
+    identity = store.vocabulary.tokenizer
+    if tokenizer is not None and identity is not None and identity != tokenizer.identity:
+        raise ValueError(
+            f"{path} has tokens of tokenizer {identity}, not of {tokenizer.identity}; prepare it again or use its own "
+            "tokenizer"
+        )
+    return store
+
+
+def is_store(path: str | os.PathLike[str]) -> bool:
+    """Returns True if a path looks like a store for `open_store`, or an unfinished one of `armillary-data prepare`.
+
+    Raises:
+        ValueError: the path cannot be read.
+    """
+    path = Path(path)
+    with readable(path):
+        return is_folder(path) or megatron_prefix(path) is not None or is_arrow(path) or partial_folder(path).is_dir()
 
 
 def open_tokens(path: Path, model_folder: Path | None = None) -> TokenStore:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from armillary.data.shuffle import Index, permutation
+from armillary.data.store import Index, random_bits
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,11 @@ Packing = Callable[[Index, int, str], Packed]
 
 The number of rows must not depend on the key, and the pieces of a row have at most N tokens together. A piece that ends
 before its document ends must be the last piece of its row."""
+
+
+def permutation(n: int, key: str) -> Index:
+    """Returns the integers 0..n-1 in random order: int64 [n], a function of `n` and `key`."""
+    return np.argsort(random_bits(key, np.arange(n)), kind="stable")
 
 
 def one_per_row(lengths: Index, length: int, key: str) -> Packed:

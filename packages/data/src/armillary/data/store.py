@@ -1,7 +1,8 @@
-"""`TokenStore`: tokenized documents, in memory-mapped files or in memory."""
+"""`TokenStore`: tokenized documents, in mapped files or in memory, and their split into training and validation."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from armillary.data.console.exit import DamagedInput
-from armillary.data.shuffle import Index, random_bits, stable_hash
-from armillary.data.text.byte_tokenizer import Tokenizer
 from armillary.data.text.corpus import Document
+from armillary.data.text.tokenizer import Tokenizer
 
 Integers = npt.NDArray[np.integer[Any]]
+Index = npt.NDArray[np.int64]
+"""Indices of documents, tokens or positions."""
 IGNORE = -100
 """Label of tokens without one; `torch.nn.functional.cross_entropy` ignores it by default."""
 
@@ -206,8 +208,11 @@ class TokenStore:
             raise ValueError(f"validation_fraction={validation_fraction} must lie between 0 and 1, both excluded")
         if not self.lengths.all():  # some documents are empty
             return self.select(self.lengths > 0).split(validation_fraction)
-        if len(self) < 2:
-            return self._split_tokens(validation_fraction)
+        if len(self) < 2:  # cuts the only document; both parts have at least one token
+            if (size := self.tokens) < 2:
+                raise ValueError(f"{self.name} has {size} tokens to split; give at least 2")
+            cut = self.stops - min(max(round(size * validation_fraction), 1), size - 1)
+            return self._with_ranges(self.starts, cut, self.hashes), self._with_ranges(cut, self.stops, self.hashes)
         hashes = random_bits("documents", np.arange(len(self))) if self.hashes is None else self.hashes
         # Hashes are uniform in 0..2^64 - 1, so this fraction of them is below the threshold.
         validation = hashes < np.uint64(int(validation_fraction * 2.0**64))
@@ -218,14 +223,6 @@ class TokenStore:
         if not validation.any():  # all documents are copies of one text
             validation[0] = True
         return self.select(~validation), self.select(validation)
-
-    def _split_tokens(self, fraction: float) -> tuple[TokenStore, TokenStore]:
-        """Cuts the only document of the store in two. `fraction` of its tokens are for validation, at least one."""
-        size = self.tokens
-        if size < 2:
-            raise ValueError(f"{self.name} has {size} tokens to split; give at least 2")
-        split = self.stops - min(max(round(size * fraction), 1), size - 1)
-        return self._with_ranges(self.starts, split, self.hashes), self._with_ranges(split, self.stops, self.hashes)
 
     def _with_ranges(self, starts: Index, stops: Index, hashes: npt.NDArray[np.uint64] | None) -> TokenStore:
         # A selection of documents has another `content`, so that a loader refuses the state of another selection.
@@ -238,11 +235,30 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
     return np.dtype(np.min_scalar_type(vocab_size - 1))
 
 
-def check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
-    """Raises ValueError if the files of a store name another tokenizer."""
-    identity = store.vocabulary.tokenizer
-    if identity is not None and identity != tokenizer.identity:
-        raise ValueError(
-            f"{store.name} has tokens of tokenizer {identity}, not of {tokenizer.identity}; prepare it again or "
-            "use its own tokenizer"
-        )
+# -- hashes and random bits that are equal in every process and release -----------------------------------------------
+
+
+def stable_hash(key: bytes | str) -> int:
+    """Returns a 64-bit hash of `key` that is equal in every process, which Python's own `hash` is not.
+
+    Surrogate escapes, as in file names that are not valid UTF-8, are accepted.
+    """
+    data = key if isinstance(key, bytes) else key.encode("utf-8", "surrogateescape")
+    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+
+
+def random_bits(key: str, indices: Index) -> npt.NDArray[np.uint64]:
+    """Returns 64 random bits for each index i, uint64: splitmix64's output at i steps after the hash of `key`.
+
+    Each output is computed directly, without the earlier ones. The constants are those of Steele, Lea and Flood,
+    "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014).
+    """
+    x = indices.astype(np.uint64)
+    x *= np.uint64(0x9E3779B97F4A7C15)  # uint64 arrays wrap around, as the generator requires
+    x += np.uint64(stable_hash(key))
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= x >> np.uint64(31)
+    return x

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from armillary.core import LabelTriples, Segments, SequenceLayout
 from armillary.core.parts import MISSING, path_depths
-from armillary.data.loader.batch import Batch
-from armillary.data.shuffle import Index
+from armillary.data.loader.batches import Batch
+from armillary.data.store import Index
 
 Ints = Sequence[int] | Tensor | npt.NDArray[np.integer[Any]]
 

@@ -1,4 +1,6 @@
-"""Building blocks of commands: numbers with units, tables, pictures, and errors as one line with an exit code."""
+# pyright: reportUnusedImport=false
+# ruff: noqa: F401
+"""The kit of commands: flags, numbers with units, tables, pictures, progress, errors in one line with an exit code."""
 
 from typing import TYPE_CHECKING
 
@@ -17,8 +19,6 @@ from armillary.data.console.exit import (
     report_failure,
     write_to_stderr,
 )
-from armillary.data.console.pictures import check_picture, picture, print_written
-from armillary.data.console.table import Column, print_table
 from armillary.data.console.units import (
     BYTES_SUCH_AS,
     LARGEST,
@@ -31,49 +31,13 @@ from armillary.data.console.units import (
 )
 
 if TYPE_CHECKING:
-    from armillary.data.parsing import parse, parse_known, refuse_removed
-    from armillary.data.progress import Bar
-
-__all__ = [
-    "BYTES_SUCH_AS",
-    "EXPLAINED",
-    "FAILED",
-    "LARGEST",
-    "PEER_ERRORS",
-    "REFUSALS",
-    "SUCH_AS",
-    "Bar",
-    "Column",
-    "byte_quantity",
-    "check_picture",
-    "exit_on_error",
-    "exit_with",
-    "flag_in_errors",
-    "gib",
-    "one_line",
-    "parse",
-    "parse_known",
-    "picture",
-    "print_lines",
-    "print_table",
-    "print_written",
-    "printable",
-    "quantity",
-    "refuse_removed",
-    "report_failure",
-    "short",
-    "whole_number",
-    "write_to_stderr",
-]
+    from armillary.data.console.output import Bar, Column, check_picture, picture, print_table, print_written
+    from armillary.data.console.parsing import parse, parse_known, refuse_removed
 
 _SLOW_MODULES = {
-    "armillary.data.parsing": (
-        "parse",
-        "parse_known",
-        "refuse_removed",
-    ),
-    "armillary.data.progress": ("Bar",),
+    "armillary.data.console.output": ("Bar", "Column", "check_picture", "picture", "print_table", "print_written"),
+    "armillary.data.console.parsing": ("parse", "parse_known", "refuse_removed"),
 }
-"""Modules that need rich or tyro, which only commands do."""
+"""Modules that need rich or tyro, which ranks of a run do not."""
 
 __getattr__ = imported_at_first_use(__name__, _SLOW_MODULES)

@@ -155,13 +155,15 @@ def report_failure(
         return True
     # 1. The first rank that fails writes the whole report; its date is before those of all others.
     text = "".join(f"{prefix}{line}\n" for line in (*context, cause))
-    if error is not None:
-        text = frames_of(error) + text
+    if error is not None:  # its frames and those of its causes, without its own message, which `cause` has
+        message = "".join(traceback.format_exception_only(error))
+        text = "".join(traceback.format_exception(error)).removesuffix(message) + text
+    prints_all_ranks = multiprocessing.parent_process() is None  # torchrun started them as commands, not as forks
     date, is_repetition = begin or time.time(), False
     first = first_failure(path, FirstFailure(rank or "0", cause, date))
     if first is not None:
         date, is_repetition = max(time.time(), first.time + 1), caused_by_peers or first.cause == cause
-        if is_repetition and prints_all_ranks():
+        if is_repetition and prints_all_ranks:
             text = f"{prefix}ended; rank {first.rank} reports the cause\n"
     # 2. The format is that of torch's `record`, which would write a traceback even for errors that need none.
     # torchrun prints "traceback : " before the text, which therefore begins with a line break.
@@ -171,7 +173,8 @@ def report_failure(
         path.write_text(json.dumps({"message": {"message": cause, "extraInfo": details}}))
         is_recorded = True
     # 3. torchrun prints error files only when it ends, not when it restarts the ranks.
-    if not is_recorded or (not is_repetition and (will_restart() or not prints_all_ranks())):
+    restarts, limit = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if not is_recorded or (not is_repetition and (restarts < limit or not prints_all_ranks)):
         write_to_stderr(text)
     return is_recorded
 
@@ -194,23 +197,6 @@ def first_failure(path: Path, failure: FirstFailure) -> FirstFailure | None:
     except OSError:
         pass  # a file system without links: every rank reports
     return None
-
-
-def will_restart() -> bool:
-    """Returns True if torchrun restarts the ranks after a failure."""
-    count, limit = (os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    return int(count) < int(limit)
-
-
-def prints_all_ranks() -> bool:
-    """Returns True if torchrun prints the errors of all ranks: it started them as commands, not as forks of itself."""
-    return multiprocessing.parent_process() is None
-
-
-def frames_of(error: BaseException) -> str:
-    """Returns the traceback of an error, with those of its causes, without the error's own message."""
-    message = "".join(traceback.format_exception_only(error))
-    return "".join(traceback.format_exception(error)).removesuffix(message)
 
 
 def printable(text: str) -> str:

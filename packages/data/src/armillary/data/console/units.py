@@ -20,63 +20,43 @@ BYTES_SUCH_AS = "1_000_000, 1e6, 80GB (80,000,000,000), 64KiB (65,536)"
 """Accepted numbers of bytes, for error messages."""
 
 
-def quantity(text: str | int) -> int:
-    """Parses an integer of at least 1: "5M", "128Ki", "1_000_000", "1e6" or "2.5M".
+def whole_number(text: str | int) -> int:
+    """Parses an integer: "5M", "128Ki", "1_000_000", "1e6" or "2.5M".
 
     k, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024. Units of bytes are refused.
 
     Raises:
-        ValueError: not an integer, less than 1, more than 2^63 - 1, or more than 64 characters.
+        ValueError: not an integer, beyond 2^63 - 1 in either direction, or more than 64 characters.
     """
-    number = whole_number(text)
-    if number < 1:
-        raise ValueError(f"{text!r} is no whole number of at least 1, such as {SUCH_AS}")
-    return number
+    return _parse(text, f"whole number such as {SUCH_AS}", minimum=-LARGEST, in_bytes=False)
+
+
+def quantity(text: str | int) -> int:
+    """Parses an integer of at least 1, as `whole_number`."""
+    return _parse(text, f"whole number of at least 1, such as {SUCH_AS}", minimum=1, in_bytes=False)
 
 
 def byte_quantity(text: str | int) -> int:
-    """Parses a number of bytes, at least 1: "80GB", "64KiB", "1_000_000" or "1e6". Units must end in B.
-
-    Raises:
-        ValueError: as `quantity`, or a unit without B.
-    """
-    digits, unit, in_bytes = _split(text, "number of bytes", BYTES_SUCH_AS)
-    number = _integer(text, digits, unit) if in_bytes or not unit else None
-    if number is None or number < 1:
-        raise ValueError(f"{text!r} is no number of bytes of at least 1, such as {BYTES_SUCH_AS}")
-    return number
+    """Parses a number of bytes, at least 1: "80GB", "64KiB", "1_000_000" or "1e6". Units must end in B."""
+    return _parse(text, f"number of bytes of at least 1, such as {BYTES_SUCH_AS}", minimum=1, in_bytes=True)
 
 
-def whole_number(text: str | int) -> int:
-    """Parses an integer as `quantity` does, but also accepts zero and negative ones.
-
-    Raises:
-        ValueError: not an integer, more than 2^63 - 1 or less than minus that, or more than 64 characters.
-    """
-    digits, unit, in_bytes = _split(text, "whole number", SUCH_AS)
-    number = None if in_bytes else _integer(text, digits, unit)
-    if number is None:
-        raise ValueError(f"{text!r} is {'bytes, and ' if in_bytes else ''}no whole number such as {SUCH_AS}")
-    return number
-
-
-def _split(text: str | int, kind: str, accepted: str) -> tuple[Fraction, str, bool]:
-    """Returns (number before the unit, unit without B, True if the unit has a B)."""
+def _parse(text: str | int, kind: str, *, minimum: int, in_bytes: bool) -> int:
+    """Parses an integer of at least `minimum`; `kind` describes accepted numbers in messages."""
     text = str(text).strip()
     match = NUMBER.fullmatch(text)
     if match is None or len(text) > MAX_CHARACTERS:
         shown = repr(text) if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]!r}..."
-        raise ValueError(f"{shown} is no {kind} such as {accepted}")
-    digits, power = match[1].replace("_", "").replace(",", ""), int(match[2] or 0)
-    return Fraction(digits) * 10**power, match[3], bool(match[4])
-
-
-def _integer(text: str | int, digits: Fraction, unit: str) -> int | None:
-    """Returns the number of units as an integer, or None if it is a fraction. Raises ValueError beyond `LARGEST`."""
-    number = digits * FACTORS[unit]
+        raise ValueError(f"{shown} is no {kind}")
+    digits, power, unit, byte = match.groups()
+    number = Fraction(digits.replace("_", "").replace(",", "")) * 10 ** int(power or 0) * FACTORS[unit]
     if abs(number) > LARGEST:
         raise ValueError(f"{text!r} is beyond 2^63 - 1, the largest position and number of bytes")
-    return int(number) if number.denominator == 1 else None
+    # Of bytes a number without a unit is accepted too, but not a unit without B, which may count tokens.
+    right_unit = bool(byte or not unit) if in_bytes else not byte
+    if not right_unit or number.denominator != 1 or number < minimum:
+        raise ValueError(f"{text!r} is no {kind}")
+    return int(number)
 
 
 def count_argument(minimum: int = 1) -> Callable[[str], int]:

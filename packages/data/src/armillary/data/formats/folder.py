@@ -6,7 +6,7 @@
 - `store.json`: dtype, counts, vocabulary, a summary, and a CRC-32 of every 64 MiB of each `.bin` file (`Header`).
 - `tokenizer.json`, `tokenizer_config.json`: the tokenizer, unless it is "bytes".
 
-`open_folder` maps a store, `verify_folder` compares its checksums.
+`StoreWriter` writes a store, `open_folder` maps it into memory, `verify_folder` compares its checksums.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
-from armillary.core.parts import count, file_size, open_file, read_json
-from armillary.data.store import TokenStore, Vocabulary
+from armillary.core.parts import count, file_size, open_file, read_json, write_synced, write_whole
+from armillary.data.store import Index, Integers, TokenStore, Vocabulary
 
 FORMAT = "armillary token store"
 VERSION = 1
@@ -70,6 +70,17 @@ class Header:
             DOCUMENTS: 8 * (self.documents + 1),
             HASHES: 8 * self.documents,
         }
+
+    def check_sizes(self, folder: Path) -> None:
+        """Raises ValueError unless the `.bin` files in `folder` have the sizes that the header implies."""
+        for name, expected in self.sizes().items():
+            path = folder / name
+            try:
+                size = file_size(path)
+            except OSError as error:
+                reason = f"its header says {expected} bytes"
+                raise ValueError(f"{path} cannot be read ({error.strerror}); {reason}") from error
+            check_size(path, size, expected, "header")
 
     @property
     def content(self) -> str:
@@ -122,34 +133,7 @@ class Header:
                 raise ValueError(f"{len(self.checksums[name])} checksums of the {size} bytes of {name}")
 
 
-@contextmanager
-def readable(path: Path) -> Generator[None, None, None]:
-    """Context manager that raises an OSError as a ValueError with the name of the file."""
-    try:
-        yield
-    except OSError as error:
-        name = error.filename or path
-        raise ValueError(f"{name} cannot be read ({error.strerror or error}); every rank must be able to") from error
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Writes a file atomically: its bytes are on disk before it has its name."""
-    partial = path.with_name(path.name + ".new")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-
-
-def partial_folder(path: Path) -> Path:
-    """Returns the folder of the store while it is incomplete."""
-    return Path(f"{path}.partial")  # with_name would refuse "." and "/"
-
-
-def is_folder(path: Path) -> bool:
-    """Returns True if a path is a complete store of this format."""
-    return (path / HEADER).is_file()
+# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 def open_folder(path: Path) -> TokenStore:
@@ -160,7 +144,7 @@ def open_folder(path: Path) -> TokenStore:
             or do not run from 0 to the number of tokens.
     """
     header = Header.read(path)
-    _check_sizes(path, header)
+    header.check_sizes(path)
     tokens, hashes = map_file(path / TOKENS, header.token_type), map_file(path / HASHES, np.dtype("<u8"))
     ends: npt.NDArray[np.int64] = map_file(path / DOCUMENTS, np.dtype("<i8"))
     if ends[0] != 0 or ends[-1] != header.tokens:
@@ -176,7 +160,8 @@ def verify_folder(path: Path) -> Iterator[int]:
             outside of the vocabulary. The message names the bytes.
     """
     header = Header.read(path)
-    _check_sizes(path, header)
+    header.check_sizes(path)
+    vocab_size = header.vocabulary.size
     for name in header.sizes():
         with readable(path / name), open_file(path / name) as file:
             for i, expected in enumerate(header.checksums[name]):
@@ -186,27 +171,124 @@ def verify_folder(path: Path) -> Iterator[int]:
                     raise ValueError(
                         f"{path / name}: {byte_range} do not match their checksum; prepare the store again"
                     )
-                if name == TOKENS:
-                    _check_block(path / name, np.frombuffer(block, header.token_type), i, header.vocabulary.size)
+                if name == TOKENS and vocab_size is not None:
+                    tokens = np.frombuffer(block, header.token_type)
+                    if tokens.max() >= vocab_size:
+                        j = int(np.argmax(tokens >= vocab_size))
+                        place = f"token {tokens[j]} at byte {i * BLOCK + j * tokens.itemsize}"
+                        raise ValueError(f"{path / name}: {place} is not in the vocabulary of {vocab_size}")
                 yield len(block)
 
 
-def _check_block(path: Path, tokens: npt.NDArray[Any], block: int, size: int | None) -> None:
-    """Raises ValueError if `tokens`, the content of block number `block`, has one outside of a vocabulary of `size`."""
-    if size is not None and tokens.max() >= size:
-        i = int(np.argmax(tokens >= size))
-        byte = block * BLOCK + i * tokens.itemsize
-        raise ValueError(f"{path}: token {tokens[i]} at byte {byte} is not in the vocabulary of {size}")
+# -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _check_sizes(folder: Path, header: Header) -> None:
-    for name, expected in header.sizes().items():
-        path = folder / name
-        try:
-            size = file_size(path)
-        except OSError as error:
-            raise ValueError(f"{path} cannot be read ({error.strerror}); its header says {expected} bytes") from error
-        check_size(path, size, expected, "header")
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Tokenized documents, such as the documents of an input chunk.
+
+    Args:
+        tokens: the concatenated documents, each with its end-of-document token.
+        lengths: int64 [d], number of tokens of each document.
+        hashes: uint64 [d], hash of each document's text.
+    """
+
+    tokens: Integers
+    lengths: Index
+    hashes: npt.NDArray[np.uint64]
+
+
+class StoreWriter:
+    """Appends parts to the files of a store; `finish` writes its header.
+
+    Args:
+        folder: an empty folder.
+        dtype: dtype of the tokens on disk.
+    """
+
+    def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
+        self.folder, self._dtype = folder, dtype.newbyteorder("<")
+        self.tokens, self.documents = 0, 0
+        self._files = {name: BlockFile(folder / name) for name in (TOKENS, DOCUMENTS, HASHES)}
+        self._files[DOCUMENTS].add(np.zeros(1, "<i8"))  # the first document starts at token 0
+
+    def add(self, part: Part) -> None:
+        # Boundaries count over the store: `self.tokens` tokens come before this part.
+        ends = self.tokens + np.cumsum(part.lengths)
+        self._files[TOKENS].add(part.tokens.astype(self._dtype, copy=False))
+        self._files[DOCUMENTS].add(ends.astype("<i8", copy=False))
+        self._files[HASHES].add(part.hashes.astype("<u8", copy=False))
+        self.tokens, self.documents = self.tokens + len(part.tokens), self.documents + len(part.lengths)
+
+    def finish(self, vocabulary: Vocabulary, summary: dict[str, Any]) -> Header:
+        """Flushes the files to disk, then writes the header."""
+        for file in self._files.values():
+            file.sync()
+        checksums = {name: file.checksums for name, file in self._files.items()}
+        dtype_name = self._dtype.newbyteorder("=").name  # without the byte order, as "uint16"
+        header = Header(dtype_name, self.tokens, self.documents, vocabulary, checksums, summary)
+        header.write(self.folder)
+        return header
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+class BlockFile:
+    """A new file with a CRC-32 of every `BLOCK` bytes."""
+
+    def __init__(self, path: Path) -> None:
+        self.checksums, self._size = list[int](), 0
+        self._file = path.open("wb", buffering=0)
+
+    def add(self, array: npt.NDArray[Any]) -> None:
+        """Appends the bytes of an array."""
+        data = array.view(np.uint8).data
+        while data:
+            # Writes at most to the end of the block, so that each write belongs to one checksum.
+            written_bytes = self._file.write(data[: BLOCK - self._size % BLOCK])
+            if self._size % BLOCK == 0:
+                self.checksums.append(0)
+            self.checksums[-1] = crc32(data[:written_bytes], self.checksums[-1])
+            self._size, data = self._size + written_bytes, data[written_bytes:]
+
+    def sync(self) -> None:
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def is_folder(path: Path) -> bool:
+    """Returns True if a path is a complete store of this format."""
+    return (path / HEADER).is_file()
+
+
+def partial_folder(path: Path) -> Path:
+    """Returns the folder of the store while it is incomplete."""
+    return Path(f"{path}.partial")  # with_name would refuse "." and "/"
+
+
+@contextmanager
+def readable(path: Path) -> Generator[None, None, None]:
+    """Context manager that raises an OSError as a ValueError with the name of the file."""
+    try:
+        yield
+    except OSError as error:
+        name = error.filename or path
+        raise ValueError(f"{name} cannot be read ({error.strerror or error}); every rank must be able to") from error
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Writes a file atomically: its bytes are on disk before it has its name."""
+    write_whole(path, lambda partial: write_synced(partial, [data]))
 
 
 def check_size(path: Path, size: int, expected: int, source: str) -> None:

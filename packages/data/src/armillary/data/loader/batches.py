@@ -1,15 +1,74 @@
-"""The base class of all loaders: rows of a step, replicas, prefetching and state."""
+"""Batches: one rank's shard of the rows of each step, read ahead in a thread, with a state to resume from."""
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Self, TypeVar
 
-from armillary.core import SequenceLayout
+from torch import Tensor
+
+from armillary.core import LabelTriples, SequenceLayout
 from armillary.core.parts import count
-from armillary.data.loader.batch import Batch
-from armillary.data.loader.prefetch import Prefetch
+from armillary.data.store import IGNORE
+
+T = TypeVar("T")
+
+Documents = tuple[tuple[int, ...], ...]
+"""Document boundaries of each row of a batch."""
+Parents = tuple[tuple[int, ...], ...]
+"""For each row of trees in a batch, the parent of each of its segments, or -1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """One rank's shard of B rows of N tokens: T tokens of each.
+
+    Args:
+        tokens: int64 [B, T].
+        labels: int64 [B, T], for each token the next token of its document, or `IGNORE`. In rows of trees these are
+            `LabelTriples`: a token has several labels if the tree branches after it.
+        positions: int64 [B, T], counted from the start of the row, or with `reset_positions` from the start of the
+            document in the row; in rows of trees along the path from the root.
+        documents: boundaries of each row's documents (0, end of the first, ..., N), equal on all shards. Attention
+            masks take them as their argument `documents`. Padding at the end of a row counts as a document. For trees
+            these are the boundaries of segments.
+        layout: layout of the rows over shards.
+        rows: numbers of the B rows, counted over all steps; empty for batches that no loader has made.
+        parents: for rows of trees, the parent of each segment of each row, or -1; else None. `documents` and `parents`
+            define the mask of trees.
+    """
+
+    tokens: Tensor
+    labels: Tensor | LabelTriples
+    positions: Tensor
+    documents: Documents
+    layout: SequenceLayout
+    rows: range = range(0)
+    parents: Parents | None = None
+
+    @property
+    def labelled(self) -> float:
+        """Number of labels in this shard, or the sum of their weights."""
+        if isinstance(self.labels, LabelTriples):
+            return float(self.labels.weights.sum())
+        return int((self.labels != IGNORE).sum())
+
+    def of_row(self, i: int) -> Batch:
+        """Returns a batch of row `i` alone."""
+        row = slice(i, i + 1)
+        return replace(
+            self,
+            tokens=self.tokens[row],
+            labels=self.labels.row(i) if isinstance(self.labels, LabelTriples) else self.labels[row],
+            positions=self.positions[row],
+            documents=self.documents[row],
+            rows=self.rows[row],
+            parents=None if self.parents is None else self.parents[row],
+        )
 
 
 class Batches(ABC):
@@ -114,6 +173,36 @@ class Batches(ABC):
     @abstractmethod
     def describe(self, row: int) -> str:
         """Returns a description of the source of row number `row`. Reads no tokens."""
+
+
+class Prefetch(Generic[T]):
+    """Numbered items, such as batches, which one thread makes before they are needed.
+
+    Args:
+        make: makes the item with a given number; called in the thread. `get` raises an exception of `make` with its
+            traceback, and the next `get` of that number calls `make` again, so a run survives a disk that recovers.
+    """
+
+    def __init__(self, make: Callable[[int], T]) -> None:
+        self._make = make
+        self._start_thread()
+
+    def _start_thread(self) -> None:
+        self._process = os.getpid()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._futures: dict[int, Future[T]] = {}
+
+    def get(self, number: int, ahead: Sequence[int] = ()) -> T:
+        """Returns item `number`, starts making the items in `ahead`, and discards all other items."""
+        if self._process != os.getpid():
+            self._start_thread()  # threads do not survive a fork
+        numbers = [number, *ahead]
+        for obsolete in self._futures.keys() - set(numbers):
+            self._futures.pop(obsolete).cancel()
+        for n in numbers:
+            if n not in self._futures:
+                self._futures[n] = self._thread.submit(self._make, n)
+        return self._futures.pop(number).result()
 
 
 def check_minimum(minimum: int, **values: int) -> None:

@@ -1,20 +1,30 @@
-"""`PackedSequences`: batches of rows of N tokens packed from documents, of which each rank reads its own shard."""
+"""Rows of N tokens packed from documents, of which each rank reads its own shard.
+
+1. `PackedSequences` numbers the rows of all stores, mixed by weight (`source_at`), and makes batches of them.
+2. `Epochs` numbers the rows of one store over all epochs: an epoch shuffles the documents, packs them and shuffles the
+   rows. Only the lengths of documents are needed for this.
+3. `read_shard` reads the tokens and labels of a rank's shard of a row: each token once, and one more per span for its
+   last label; twice as many values if the layout has steps, or the store labels of its own.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
+from itertools import accumulate
+from threading import Lock
 
 import numpy as np
 import torch
 
 from armillary.core import SequenceLayout
-from armillary.data.loader.batch import Batch, Documents
-from armillary.data.loader.batches import Batches
-from armillary.data.loader.epochs import Epochs, PackedRow, Waste, read_shard
-from armillary.data.packing import Packing, greedy
-from armillary.data.shuffle import items_until, source_at
-from armillary.data.store import TokenStore
+from armillary.core.parts import Spans
+from armillary.data.loader.batches import Batch, Batches, Documents
+from armillary.data.packing import DocumentPiece, Packed, Packing, greedy, permutation
+from armillary.data.store import IGNORE, Index, TokenStore
 
 ORDER_VERSION = 1
 """Version of the order of rows, part of the state. It increases when a release makes different rows from the same
@@ -135,7 +145,13 @@ class PackedSequences(Batches):
     def _make_batch(self, rows: range) -> Batch:
         packed_rows = [self.row(number) for number in rows]
         documents = tuple(row.ends for row in packed_rows)
-        layout = self._layout_of(documents)
+        layout = self._layout
+        if self._layout_for is not None:
+            layout = self._layout_for(documents)
+            if (layout.length, layout.shards) != (self._layout.length, self._layout.shards):
+                raise ValueError(
+                    f"layout_for gave {layout}, not {self._layout.shards} shards of {self._layout.length} tokens in all"
+                )
         positions = self._positions if layout is self._layout else layout.positions(self._shard)
         shape = len(packed_rows), layout.sizes[self._shard]
         tokens, next_tokens, starts = (np.zeros(shape, np.int64) for _ in range(3))
@@ -148,16 +164,6 @@ class PackedSequences(Batches):
         if self._plan is not None:
             self._plan(batch)
         return batch
-
-    def _layout_of(self, documents: Documents) -> SequenceLayout:
-        if self._layout_for is None:
-            return self._layout
-        layout = self._layout_for(documents)
-        if (layout.length, layout.shards) != (self._layout.length, self._layout.shards):
-            raise ValueError(
-                f"layout_for gave {layout}, not {self._layout.shards} shards of {self._layout.length} tokens in all"
-            )
-        return layout
 
 
 def check_length(stores: Sequence[TokenStore], length: int) -> None:
@@ -179,3 +185,177 @@ def check_vocabularies(stores: Sequence[TokenStore]) -> None:
                 f"{store.name} has tokens of {store.vocabulary.tokenizer}, {stores_with_tokenizer[0].name} of "
                 f"{stores_with_tokenizer[0].vocabulary.tokenizer}; mixed stores need one tokenizer"
             )
+
+
+# -- rows of one store ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRow:
+    """A row of N tokens as pieces of documents, before tokens are read.
+
+    Args:
+        pieces: pieces of documents of `store`, in order.
+        ends: boundaries of the pieces in the row: 0, end of the first, ..., N. Padding counts as one more piece.
+    """
+
+    store: TokenStore
+    pieces: list[DocumentPiece]
+    ends: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Waste:
+    """Cost of a packing in one epoch.
+
+    Args:
+        rows: number of rows, of N tokens each.
+        padding: fraction of the rows' tokens that are padding.
+        dropped: fraction of the store's tokens that are in no row.
+        cut: fraction of the documents that no row contains completely.
+    """
+
+    rows: int
+    padding: float
+    dropped: float
+    cut: float
+
+
+class Epochs:
+    """The rows of a store, numbered over all epochs. An epoch shuffles the documents, packs them and shuffles the rows.
+
+    Args:
+        length: tokens of a row, N.
+        key: key of all shuffles, which contains the seed.
+
+    Raises:
+        ValueError: a store without tokens, or a packing that puts no tokens or more than N into a row.
+    """
+
+    def __init__(self, store: TokenStore, length: int, packing: Packing, key: str) -> None:
+        self._store, self._length, self._packing, self._key = store, length, packing, key
+        self._documents = np.flatnonzero(store.lengths)
+        self._sizes = store.lengths[self._documents]
+        if not len(self._documents):
+            raise ValueError(f"{store.name} has no tokens; give a store with at least one document")
+        # Two epochs: at the end of an epoch the prefetching thread already reads rows of the next one.
+        self._packed = lru_cache(maxsize=2)(self._pack)
+        self._lock = Lock()
+        self.rows = len(self._epoch(0)[0])
+        """Rows of each epoch."""
+
+    def row(self, number: int) -> PackedRow:
+        """Returns row `number`, counted from 0 over all epochs."""
+        epoch, index = divmod(number, self.rows)
+        packed_rows, order = self._epoch(epoch)
+        # The packing counts only documents with tokens.
+        pieces = [
+            DocumentPiece(int(self._documents[piece.document]), piece.start, piece.length)
+            for piece in packed_rows.row(int(order[index]))
+        ]
+        ends = tuple(accumulate((piece.length for piece in pieces), initial=0))
+        return PackedRow(self._store, pieces, ends if ends[-1] == self._length else (*ends, self._length))
+
+    def waste(self) -> Waste:
+        """Returns the cost of the packing in the first epoch."""
+        packed_rows, sizes = self._epoch(0)[0], self._sizes
+        packed_tokens = int(packed_rows.lengths.sum())
+        uncut = int((packed_rows.lengths == sizes[packed_rows.documents]).sum())  # pieces that are full documents
+        return Waste(
+            rows=len(packed_rows),
+            padding=1 - packed_tokens / (len(packed_rows) * self._length),
+            dropped=1 - packed_tokens / int(sizes.sum()),
+            cut=1 - uncut / len(sizes),
+        )
+
+    def _epoch(self, number: int) -> tuple[Packed, Index]:
+        """Returns the rows of an epoch and the order in which they are read."""
+        with self._lock:  # a second thread waits, instead of packing the same epoch again
+            return self._packed(number)
+
+    def _pack(self, epoch: int) -> tuple[Packed, Index]:
+        """Packs an epoch. Called by `_epoch`, which caches the result."""
+        key = f"{self._key}, epoch {epoch}"
+        packed_rows = self._packing(self._sizes, self._length, f"documents of {key}")
+        # `row` derives the epoch from the number of a row, so every epoch must have the same number of rows.
+        if epoch and len(packed_rows) != self.rows:
+            raise ValueError(f"the packing made {len(packed_rows)} rows of epoch {epoch}, but {self.rows} of epoch 0")
+        # A packing may be a user's function, so its rows are checked. `tokens_before` has a total for each piece and
+        # one for the end; their differences at first pieces are the tokens of each row.
+        tokens_before = np.concatenate([[0], np.cumsum(packed_rows.lengths)])
+        sizes = np.diff(tokens_before[packed_rows.first])
+        if sizes.min() < 1 or sizes.max() > self._length:
+            row = int(np.argmax((sizes < 1) | (sizes > self._length)))
+            raise ValueError(f"the packing put {sizes[row]} tokens into row {row}, not 1 to {self._length}")
+        return packed_rows, permutation(len(packed_rows), f"rows of {key}")
+
+
+def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, starts: Index | None = None) -> None:
+    """Reads a shard of a row, the tokens at its positions `spans`, into arrays that the caller allocates.
+
+    Args:
+        tokens: int64 [T], receives the tokens. Padding is the end-of-document token, or 0 if the store does not record
+            one.
+        labels: int64 [T], receives for each token the next token of the same document, or the store's label of it, or
+            `IGNORE`.
+        starts: int64 [T], receives the position in the row of the first token of each token's piece, from which
+            `reset_positions` counts. None if positions are not reset.
+    """
+    store, offset = row.store, 0  # `offset` tokens of the shard are read so far
+    for span in spans:
+        while span:
+            # 1. The positions of the span that lie in one piece; their number is rounded up because span[0] counts too.
+            number = bisect_right(row.ends, span[0]) - 1
+            count = -(-(row.ends[number + 1] - span[0]) // span.step)
+            positions, span = span[:count], span[count:]
+            target = slice(offset, offset + len(positions))
+            offset = target.stop
+            if starts is not None:
+                starts[target] = row.ends[number]
+            if number == len(row.pieces):  # padding counts as one more piece
+                tokens[target], labels[target] = store.vocabulary.end_of_document or 0, IGNORE
+                continue
+            # 2. Their token indices in the document of the piece. The last token of a document has no label.
+            piece = row.pieces[number]
+            shift = piece.start - row.ends[number]
+            start, stop = positions[0] + shift, positions[-1] + shift + 1
+            label_stop = min(stop + 1, int(store.stops[piece.document] - store.starts[piece.document]))
+            # 3. One read serves tokens and labels, except with a step, where the next token of a token is not the
+            # shard's next token, and in stores with labels of their own.
+            if positions.step == 1 and store.labels is None:
+                window = store.read(piece.document, start, label_stop)
+                tokens[target], next_tokens = window[: len(positions)], window[1:]
+            else:
+                tokens[target] = store.read(piece.document, start, stop, positions.step)
+                next_tokens = store.read_labels(piece.document, start + 1, label_stop, positions.step)
+            unlabelled = target.start + len(next_tokens)
+            labels[target.start : unlabelled], labels[unlabelled : target.stop] = next_tokens, IGNORE
+
+
+# -- mixtures of stores -----------------------------------------------------------------------------------------------
+
+
+def source_at(index: int, weights: Sequence[Fraction]) -> tuple[int, int]:
+    """Returns (source of item `index` of a weighted mixture of S sources, number of that source's earlier items).
+
+    Item k of source s, counted from 0, has the sort key (k + 1/2) / weights[s], and the mixture has the items of all
+    sources in the order of their keys. So the number of items of a source among the first n of the mixture differs from
+    its proportion of n by at most 1 with up to three sources, and by at most S / 2 with more. Each index is computed
+    directly, without the earlier ones.
+    """
+    # Source s has about weights[s] * key + 1/2 items with sort keys up to `key`. The sum of these numbers over all
+    # sources is `index` for the key below. `items_until` rounds each number down, so the counts add up to at most
+    # `index`; the loop adds the few items that are missing.
+    key = (index - Fraction(len(weights), 2)) / sum(weights)
+    counts = items_until(key, weights)
+    while True:
+        # The next item is from the source whose next item has the smallest key; of several, from the first source.
+        source = min(range(len(weights)), key=lambda s: ((counts[s] + Fraction(1, 2)) / weights[s], s))
+        if sum(counts) == index:
+            return source, counts[source]
+        counts[source] += 1
+
+
+def items_until(last_key: Fraction, weights: Sequence[Fraction]) -> list[int]:
+    """Returns the number of items of each source whose sort key, as in `source_at`, is at most `last_key`."""
+    return [max(0, int(weight * last_key + Fraction(1, 2))) for weight in weights]

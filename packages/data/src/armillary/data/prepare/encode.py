@@ -19,16 +19,13 @@ from threading import Thread
 from typing import Literal, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from armillary.core.parts import read_file
-from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG
+from armillary.data.formats.folder import TOKENIZER, TOKENIZER_CONFIG, Part
 from armillary.data.prepare.sources import InputChunk, Invalid, documents
-from armillary.data.shuffle import Index, stable_hash
-from armillary.data.store import Integers, token_dtype
-from armillary.data.text.byte_tokenizer import ByteTokenizer, Tokenizer
+from armillary.data.store import stable_hash, token_dtype
 from armillary.data.text.corpus import Document
-from armillary.data.text.tokenizer import TextTokenizer, decode_utf8
+from armillary.data.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer, decode_utf8
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -64,21 +61,6 @@ class Counts:
             setattr(self, name, value or later_value if name.startswith("first") else value + later_value)
 
 
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Tokenized documents, such as the documents of an input chunk.
-
-    Args:
-        tokens: the concatenated documents, each with its end-of-document token.
-        lengths: int64 [d], number of tokens of each document.
-        hashes: uint64 [d], hash of each document's text.
-    """
-
-    tokens: Integers
-    lengths: Index
-    hashes: npt.NDArray[np.uint64]
-
-
 @dataclass(frozen=True)
 class Encoder:
     """Tokenizes chunks with the tokenizer in a folder; without a `tokenizer.json`, tokens are bytes."""
@@ -97,7 +79,11 @@ class Encoder:
         end = np.array([tokenizer.end_of_document], dtype)
         arrays, lengths, hashes = [np.empty(0, dtype)], list[int](), list[int]()
         for batch in self._batches(chunk, tokenizer, counts):
-            for text, tokens in zip(batch, encode_all(batch, tokenizer), strict=True):
+            if isinstance(tokenizer, TextTokenizer):
+                token_arrays = tokenizer.encode_all([decode_utf8(text)[0] for text in batch])
+            else:
+                token_arrays = [tokenizer.encode(text).numpy().astype(dtype) for text in batch]
+            for text, tokens in zip(batch, token_arrays, strict=True):
                 arrays += [tokens, end]
                 lengths.append(len(tokens) + 1)
                 hashes.append(stable_hash(text))
@@ -109,37 +95,37 @@ class Encoder:
         """Yields the texts of a chunk in batches of about `BATCH_BYTES`. Counts what is left out or replaced."""
         batch, batch_bytes = list[bytes](), 0
         for document in documents(chunk):
-            if isinstance(document, Document) and not document.text:
-                counts.empty += 1
-            elif isinstance(document, Invalid) and document.binary:
+            # 1. Reasons why the document cannot be encoded. A byte tokenizer encodes any bytes; other tokenizers encode
+            # text, which must be valid UTF-8.
+            reason = document.reason if isinstance(document, Invalid) else None
+            if isinstance(document, Document) and not isinstance(tokenizer, ByteTokenizer):
+                if (size := len(document.text)) > MAX_DOCUMENT:
+                    limit = f"a tokenizer takes documents of at most {MAX_DOCUMENT:,} bytes"
+                    reason = f"it has {size:,} bytes, and {limit}: cut it into several documents"
+                elif decode_utf8(document.text)[1]:
+                    if self.invalid != "replace":
+                        reason = "it is not valid UTF-8"
+                    else:
+                        counts.replaced += 1
+                        counts.first_replaced = counts.first_replaced or document.name
+            # 2. Leave it out, refuse it, or add it to the batch.
+            if isinstance(document, Invalid) and document.binary:
                 counts.binary += 1
-            elif isinstance(record := self._checked(document, tokenizer, counts), Invalid):
+            elif reason is not None:
                 if self.invalid != "skip":
                     raise ValueError(
-                        f"{record.name}: {record.reason}; correct it, or skip such documents with --invalid skip"
+                        f"{document.name}: {reason}; correct it, or skip such documents with --invalid skip"
                     )
-                counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or record.name
-            else:
-                batch.append(record.text)
-                batch_bytes += len(record.text)
+                counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or document.name
+            elif isinstance(document, Document) and not document.text:
+                counts.empty += 1
+            elif isinstance(document, Document):
+                batch.append(document.text)
+                batch_bytes += len(document.text)
                 if batch_bytes >= BATCH_BYTES:
                     yield batch
                     batch, batch_bytes = [], 0
         yield batch
-
-    def _checked(self, document: Document | Invalid, tokenizer: Tokenizer, counts: Counts) -> Document | Invalid:
-        """Returns a document that the tokenizer can encode, or the reason why it cannot. Counts replaced bytes."""
-        # A byte tokenizer encodes any bytes; other tokenizers encode text, which must be valid UTF-8.
-        if isinstance(document, Invalid) or isinstance(tokenizer, ByteTokenizer):
-            return document
-        if (size := len(document.text)) > MAX_DOCUMENT:
-            limit = f"a tokenizer takes documents of at most {MAX_DOCUMENT:,} bytes"
-            return Invalid(document.name, f"it has {size:,} bytes, and {limit}: cut it into several documents")
-        if decode_utf8(document.text)[1]:
-            if self.invalid != "replace":
-                return Invalid(document.name, "it is not valid UTF-8")
-            counts.replaced, counts.first_replaced = counts.replaced + 1, counts.first_replaced or document.name
-        return document
 
 
 def tokenizer_in(folder: Path) -> Tokenizer:
@@ -156,13 +142,6 @@ def _build(folder: Path, definition: bytes, config: bytes) -> Tokenizer:
     store before.
     """
     return TextTokenizer.read(folder)
-
-
-def encode_all(texts: Sequence[bytes], tokenizer: Tokenizer) -> list[Integers]:
-    """Returns the tokens of each text, in the dtype of stores."""
-    if isinstance(tokenizer, TextTokenizer):
-        return list(tokenizer.encode_all([decode_utf8(text)[0] for text in texts]))
-    return [tokenizer.encode(text).numpy().astype(token_dtype(tokenizer.vocab_size)) for text in texts]
 
 
 # -- workers ----------------------------------------------------------------------------------------------------------
@@ -205,12 +184,11 @@ def _start_worker() -> None:
     """Initializes a worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process
-    Thread(target=_exit_with_parent, daemon=True).start()
 
+    def exit_with_parent() -> None:  # nobody else would end this worker after a kill of its parent
+        parent = multiprocessing.parent_process()
+        if parent is not None:
+            wait([parent.sentinel])
+            os._exit(1)
 
-def _exit_with_parent() -> None:
-    """Waits for the parent process to end, then ends this worker, which nobody else would end after a kill."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+    Thread(target=exit_with_parent, daemon=True).start()

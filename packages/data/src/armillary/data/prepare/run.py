@@ -19,16 +19,12 @@ from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any, Self, get_args
-from zlib import crc32
+from typing import Annotated, get_args
 
-import numpy as np
-import numpy.typing as npt
 from filelock import FileLock, Timeout
 from tyro.conf import Positional, Suppress, arg
 
 from armillary.data.formats.folder import (
-    BLOCK,
     DOCUMENTS,
     HASHES,
     HEADER,
@@ -36,11 +32,12 @@ from armillary.data.formats.folder import (
     TOKENIZER_CONFIG,
     TOKENS,
     Header,
+    StoreWriter,
     is_folder,
     partial_folder,
     write_file,
 )
-from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, Part, cpu_count, map_in_order, tokenizer_in
+from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, cpu_count, map_in_order, tokenizer_in
 from armillary.data.prepare.sources import InputChunk, Invalid, chunks, documents, fingerprint
 from armillary.data.store import Vocabulary, token_dtype
 from armillary.data.text.tokenizer import BEGIN, TRAINED_END, TextTokenizer, check_vocab_size, decode_utf8, train_bpe
@@ -125,9 +122,14 @@ def prepare(
     # 2. Cut the input into chunks, and read the tokenizer.
     input_chunks = chunks(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.chunk_bytes)
     sizes = [chunk.bytes for chunk in input_chunks]
-    tokenizer = None if plan.tokenizer in ("bytes", "bpe") else _read_tokenizer(plan)
+    tokenizer = None
+    if plan.tokenizer not in ("bytes", "bpe"):
+        tokenizer = TextTokenizer.read(plan.tokenizer, plan.end_of_document, plan.begin_of_document)
+    # 3. Identify the content of the store: a hash of the input and of the settings that determine it.
     stamp = fingerprint(input_chunks)
-    key = _key(plan, stamp, tokenizer)
+    identity = plan.tokenizer if tokenizer is None else tokenizer.identity
+    names = [plan.vocab_size, plan.end_of_document, plan.begin_of_document, plan.invalid]
+    key = sha256(json.dumps([stamp, identity, names]).encode()).hexdigest()[:16]
     try:
         # Raises if the folder is not writable. Without this check, the lock could not create its file and would report
         # that another process holds it.
@@ -136,7 +138,7 @@ def prepare(
         with lock_output(plan.output), _new_folder(plan, key) as folder:
             if folder is None:
                 return Header.read(plan.output)
-            # 3. Write the tokenizer, trained if necessary, to the folder. Workers read it there.
+            # 4. Write the tokenizer, trained if necessary, to the folder. Workers read it there.
             progress = Progress("training a tokenizer" if plan.tokenizer == "bpe" else "encoding", 0, sum(sizes))
             report(progress)
             if plan.tokenizer == "bpe":
@@ -145,7 +147,7 @@ def prepare(
                 names = {"eos_token": tokenizer.end_name, BEGIN: plan.begin_of_document}
                 write_file(folder / TOKENIZER_CONFIG, json.dumps(names).encode())
                 write_file(folder / TOKENIZER, tokenizer.definition)
-            # 4. Tokenize the chunks. They are written in the order of the input, so that a store does not depend on
+            # 5. Tokenize the chunks. They are written in the order of the input, so that a store does not depend on
             # workers.
             stored_tokenizer = tokenizer_in(folder)
             progress.step = "encoding"
@@ -156,7 +158,7 @@ def prepare(
                     writer.add(encoded_part)
                     progress.done_bytes, progress.tokens = progress.done_bytes + size, writer.tokens
                     report(progress)
-                # 5. Write the header, which makes the folder a store, unless the input is not what was cut in step 2.
+                # 6. Write the header, which makes the folder a store, unless the input has changed since step 3.
                 if fingerprint(input_chunks) != stamp:
                     raise ValueError("an input file has changed while it was read; run the same command again")
                 if not writer.documents:
@@ -218,19 +220,7 @@ def _resolve(path: Path) -> Path:
     return target
 
 
-# -- the tokenizer ----------------------------------------------------------------------------------------------------
-
-
-def _read_tokenizer(plan: Preparation) -> TextTokenizer:
-    return TextTokenizer.read(plan.tokenizer, plan.end_of_document, plan.begin_of_document)
-
-
-def _key(plan: Preparation, stamp: str, tokenizer: TextTokenizer | None) -> str:
-    """Returns a hash of the input and settings that determine the content of the store."""
-    names = ("vocab_size", "end_of_document", "begin_of_document", "invalid")
-    identity = plan.tokenizer if tokenizer is None else tokenizer.identity
-    settings = [stamp, identity, [getattr(plan, name) for name in names]]
-    return sha256(json.dumps(settings).encode()).hexdigest()[:16]
+# -- the text to train a tokenizer on ---------------------------------------------------------------------------------
 
 
 def _sample(input_chunks: Sequence[InputChunk]) -> Iterator[str]:
@@ -319,73 +309,8 @@ def _remove(folder: Path) -> None:
     """
     if not folder.exists():
         return
-    foreign = sorted({file.name.removesuffix(".new") for file in folder.iterdir()} - FILES)
+    foreign = sorted({file.name.removesuffix(".new").removesuffix(".partial") for file in folder.iterdir()} - FILES)
     if foreign:
         raise ValueError(f"{folder} was not made by `armillary-data prepare`: it has {foreign[0]}; move it away")
     (folder / HEADER).unlink(missing_ok=True)  # first, because a store with missing files must not look like one
     shutil.rmtree(folder)
-
-
-class StoreWriter:
-    """Appends parts to the files of a store; `finish` writes its header.
-
-    Args:
-        folder: an empty folder.
-        dtype: dtype of the tokens on disk.
-    """
-
-    def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
-        self.folder, self._dtype = folder, dtype.newbyteorder("<")
-        self.tokens, self.documents = 0, 0
-        self._files = {name: BlockFile(folder / name) for name in (TOKENS, DOCUMENTS, HASHES)}
-        self._files[DOCUMENTS].add(np.zeros(1, "<i8"))  # the first document starts at token 0
-
-    def add(self, part: Part) -> None:
-        # Boundaries count over the store: `self.tokens` tokens come before this part.
-        ends = self.tokens + np.cumsum(part.lengths)
-        self._files[TOKENS].add(part.tokens.astype(self._dtype, copy=False))
-        self._files[DOCUMENTS].add(ends.astype("<i8", copy=False))
-        self._files[HASHES].add(part.hashes.astype("<u8", copy=False))
-        self.tokens, self.documents = self.tokens + len(part.tokens), self.documents + len(part.lengths)
-
-    def finish(self, vocabulary: Vocabulary, summary: dict[str, Any]) -> Header:
-        """Flushes the files to disk, then writes the header."""
-        for file in self._files.values():
-            file.sync()
-        checksums = {name: file.checksums for name, file in self._files.items()}
-        dtype_name = self._dtype.newbyteorder("=").name  # without the byte order, as "uint16"
-        header = Header(dtype_name, self.tokens, self.documents, vocabulary, checksums, summary)
-        header.write(self.folder)
-        return header
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._files.values():
-            file.close()
-
-
-class BlockFile:
-    """A new file with a CRC-32 of every `BLOCK` bytes."""
-
-    def __init__(self, path: Path) -> None:
-        self.checksums, self._size = list[int](), 0
-        self._file = path.open("wb", buffering=0)
-
-    def add(self, array: npt.NDArray[Any]) -> None:
-        """Appends the bytes of an array."""
-        data = array.view(np.uint8).data
-        while data:
-            # Writes at most to the end of the block, so that each write belongs to one checksum.
-            written_bytes = self._file.write(data[: BLOCK - self._size % BLOCK])
-            if self._size % BLOCK == 0:
-                self.checksums.append(0)
-            self.checksums[-1] = crc32(data[:written_bytes], self.checksums[-1])
-            self._size, data = self._size + written_bytes, data[written_bytes:]
-
-    def sync(self) -> None:
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()

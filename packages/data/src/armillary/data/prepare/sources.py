@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
 
-from armillary.core.parts import file_size, open_file, read_file
-from armillary.data.formats.arrow import is_single_dataset, load_dataset
+from armillary.core.parts import file_size, open_file, parse_object, read_file
+from armillary.data.formats.foreign import is_single_dataset, load_dataset
 from armillary.data.optional import optional
 from armillary.data.text.corpus import Document, binary, is_visible, walk
 
@@ -131,9 +130,17 @@ def chunks(
         raise ValueError(f"format={format!r} is not one of {', '.join(map(repr, FORMATS))}")
     if size < 1:
         raise ValueError(f"size must be at least 1 byte; got {size}")
-    files_of_inputs = [_files(path, format) for path in inputs]
-    _check_unique(files_of_inputs)
-    files = (file for group in files_of_inputs for file in group)
+    # 1. The files of all inputs. Two inputs may not have the same file. Device and inode are compared, so that a link
+    # and its target count as the same file. Within one input a file may occur twice, because of links.
+    files, first_inputs = list[File](), dict[tuple[int, int], tuple[int, Path]]()
+    for index, path in enumerate(inputs):
+        for file in _files(path, format):
+            stat = file.path.stat()
+            first_index, first_path = first_inputs.setdefault((stat.st_dev, stat.st_ino), (index, file.path))
+            if first_index != index:
+                raise ValueError(f"{file.path} is given twice, first as {first_path}; give each file once")
+            files.append(file)
+    # 2. Their chunks.
     input_chunks = list[InputChunk]()
     # `groupby` without sorting: only consecutive files share a chunk, so that documents stay in the order of the files.
     for cut, group in groupby(files, key=lambda file: _cutter_of(file, format)):
@@ -181,14 +188,21 @@ def fingerprint(chunks: Sequence[InputChunk]) -> str:
 def _files(path: Path, format: str) -> list[File]:
     """Returns the files of one input, without empty files. A saved dataset counts as one file."""
     try:
+        # `file_size` also checks that a file can be opened: the run that reads it may be hours later.
         if not path.is_dir():
-            files = [_file(path, path.name, chosen=True)]
-            _check_text(files[0], format)
+            files = [File(path, path.name, file_size(path), chosen=True)]
+            if format == "auto" and _cutter_of(files[0], format) is cut_text:
+                with open_file(path) as text_file:
+                    reason = binary(text_file.read(SNIFFED_BYTES))
+                if reason is not None:
+                    raise ValueError(
+                        f"{path} is no text: {reason}; {_ACCEPTED}, or take it as it is with --format text"
+                    )
         elif format == "auto" and is_single_dataset(path):
             files = [File(path, path.resolve().name, sum(size for _, size, _ in _stamps(path)), chosen=True)]
         else:
             paths = walk(path, is_visible)
-            files = [_file(file, file.relative_to(path).as_posix(), chosen=False) for file in paths]
+            files = [File(file, file.relative_to(path).as_posix(), file_size(file), chosen=False) for file in paths]
             files.sort(key=lambda file: file.name)
             for file in files if format == "auto" else ():
                 # Otherwise each Arrow file of a saved dataset in a subfolder would be read as text.
@@ -201,33 +215,6 @@ def _files(path: Path, format: str) -> list[File]:
     if not files:
         raise ValueError(f"{path} holds no text; {_ACCEPTED}")
     return files
-
-
-def _file(path: Path, name: str, *, chosen: bool) -> File:
-    """Returns a file, after checking that it can be read: the run that reads it may be hours later."""
-    return File(path, name, file_size(path), chosen)
-
-
-def _check_text(file: File, format: str) -> None:
-    """Raises ValueError for a binary file that the user named itself, unless the user has also given its format."""
-    if format == "auto" and _cutter_of(file, format) is cut_text:
-        with open_file(file.path) as text_file:
-            reason = binary(text_file.read(SNIFFED_BYTES))
-        if reason is not None:
-            raise ValueError(f"{file.path} is no text: {reason}; {_ACCEPTED}, or take it as it is with --format text")
-
-
-def _check_unique(files_of_inputs: Sequence[Sequence[File]]) -> None:
-    """Raises ValueError if two inputs contain the same file."""
-    # Files are compared by device and inode, so that a link and its target count as the same file. Within one input a
-    # file may occur twice, because of links.
-    first_inputs: dict[tuple[int, int], tuple[int, Path]] = {}
-    for index, files in enumerate(files_of_inputs):
-        for file in files:
-            stat = file.path.stat()
-            first_index, path = first_inputs.setdefault((stat.st_dev, stat.st_ino), (index, file.path))
-            if first_index != index:
-                raise ValueError(f"{file.path} is given twice, first as {path}; give each file once")
 
 
 def _stamps(path: Path) -> list[tuple[str, int, int]]:
@@ -317,27 +304,22 @@ def _read_lines(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None
     """
     while (stop is None or start < stop) and (line := file.readline()):
         if line.strip():
-            yield _parse_line(f"{chunk.name}:byte {start}", line, chunk.text_field)
+            name, field = f"{chunk.name}:byte {start}", chunk.text_field
+            try:
+                fields = parse_object(line)
+                if field not in fields:
+                    names = ", ".join(map(repr, fields)) or "none"
+                    raise ValueError(f"there is no field {field!r}; the fields are {names}")
+                text = fields[field]
+                if not isinstance(text, str):
+                    kind = "null" if text is None else type(text).__name__
+                    raise ValueError(f"field {field!r} is {kind}; give a string")
+                # `encode` raises for half of a surrogate pair (the escape \ud800): such a record is invalid too.
+                document = Document(name, text.encode())
+            except ValueError as error:
+                document = Invalid(name, str(error))
+            yield document
         start += len(line)
-
-
-def _parse_line(name: str, line: bytes, field: str) -> Document | Invalid:
-    """Returns the document of a line of JSON: the text of its `field`."""
-    try:
-        # `json.loads` of bytes would guess the encoding. utf-8-sig drops the byte order mark that some editors write.
-        record: object = json.loads(line.decode("utf-8-sig"))
-        if not isinstance(record, dict):
-            raise ValueError(f"the line is a {type(record).__name__}; give an object with a field {field!r}")
-        fields = cast(dict[str, object], record)
-        if field not in fields:
-            raise ValueError(f"there is no field {field!r}; the fields are {', '.join(map(repr, fields)) or 'none'}")
-        text = fields[field]
-        if not isinstance(text, str):
-            raise ValueError(f"field {field!r} is {'null' if text is None else type(text).__name__}; give a string")
-        # `encode` raises for half of a surrogate pair (the escape \ud800): such a record is invalid too.
-        return Document(name, text.encode())
-    except (ValueError, RecursionError) as error:
-        return Invalid(name, str(error))
 
 
 def cut_parquet(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:

@@ -1,14 +1,18 @@
-"""`TextTokenizer`: a tokenizer of the `tokenizers` library, read from a tokenizer.json. `train_bpe` trains one."""
+"""Tokenizers: bytes as tokens, any tokenizer.json of the `tokenizers` library, BPE training, and text of token streams.
+
+`TextTokenizer` encodes all text as ordinary text: the name of a special token in a document never becomes that token.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -17,7 +21,78 @@ from torch import Tensor
 
 from armillary.core.parts import parse_object, read_file, read_json
 from armillary.data.optional import optional
-from armillary.data.text.byte_tokenizer import check_tokens
+
+
+class Tokenizer(Protocol):
+    """Interface of tokenizers for stores and models."""
+
+    @property
+    def identity(self) -> str:
+        """Identifier that is equal for tokenizers that give the same tokens for every text."""
+        ...
+
+    @property
+    def vocab_size(self) -> int:
+        """Vocabulary size V, including `end_of_document`: tokens are 0..V - 1."""
+        ...
+
+    @property
+    def end_of_document(self) -> int:
+        """Token after each document."""
+        ...
+
+    def encode(self, text: bytes | str) -> Tensor:
+        """Returns a tensor [T] of uint8, int16 or int32 that can hold every token, without `end_of_document`."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """Tokens 0 to 255 are bytes; token 256 ends a document."""
+
+    @property
+    def identity(self) -> str:
+        return "bytes"
+
+    @property
+    def vocab_size(self) -> int:
+        return 257
+
+    @property
+    def end_of_document(self) -> int:
+        return 256
+
+    def encode(self, text: bytes | str) -> Tensor:
+        """Returns the bytes of `text`, in UTF-8 for a str: an int16 tensor [T].
+
+        Raises:
+            ValueError: a str with half of a surrogate pair, which has no UTF-8 form.
+        """
+        data = bytearray(text.encode() if isinstance(text, str) else text)
+        # `frombuffer` warns about read-only buffers such as bytes, hence the bytearray, and refuses an empty one.
+        return torch.frombuffer(data, dtype=torch.uint8).short() if data else torch.empty(0, dtype=torch.int16)
+
+    def decode(self, tokens: Tensor) -> str:
+        """Returns the text of tokens [T], with U+FFFD for broken UTF-8 and line breaks for ends of documents.
+
+        Raises:
+            ValueError: a token outside of 0..256.
+        """
+        values = cast(list[int], tokens.tolist())
+        check_tokens(values, self.vocab_size)
+        data = bytes(ord("\n") if value == self.end_of_document else value for value in values)
+        return data.decode(errors="replace")
+
+
+def check_tokens(tokens: list[int], vocab_size: int) -> None:
+    """Raises ValueError for a token outside of the vocabulary."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"token {token} is not one of the {vocab_size} tokens 0..{vocab_size - 1}")
+
+
+# -- tokenizer.json ---------------------------------------------------------------------------------------------------
+
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -62,28 +137,35 @@ class TextTokenizer:
     ) -> None:
         settings = parse_definition(definition)
         self.definition = definition
-        self.end_name, self.begin_name = choose_end(settings, end_of_document), begin_of_document
-        names = [self.end_name]
-        if begin_of_document is not None:
-            names.append(check_name(settings, "begin_of_document", begin_of_document))
+        # 1. The names of the tokens around each text.
+        vocabulary = _vocabulary(settings)
+        if end_of_document is None:
+            usual_ends = [name for name in _ENDS if name in vocabulary]
+            if not usual_ends:
+                choices = _special_tokens(settings)
+                raise ValueError(f"no token has a usual name for an end of document; give end_of_document, {choices}")
+            end_of_document = usual_ends[0]
+        for argument, name in {"end_of_document": end_of_document, "begin_of_document": begin_of_document}.items():
+            if name is not None and name not in vocabulary:
+                choices = _special_tokens(settings)
+                raise ValueError(f"{argument}={name!r} is not a token of the vocabulary; give {choices}")
+        self.end_name, self.begin_name = end_of_document, begin_of_document
+        names = [self.end_name] if begin_of_document is None else [self.end_name, begin_of_document]
+        # 2. The library's tokenizer.
         self._inner = build(settings, names)
         self.vocab_size = max(cast(dict[str, int], self._inner.get_vocab(with_added_tokens=True)).values()) + 1
-        self.end_of_document = cast(int, self._inner.token_to_id(self.end_name))
-        self._begin = [cast(int, self._inner.token_to_id(name)) for name in names[1:]]
+        self.end_of_document, *self._begin = (cast(int, self._inner.token_to_id(name)) for name in names)
         self._dtype = np.dtype(np.min_scalar_type(self.vocab_size - 1))
+        # 3. A mask [V] of the special tokens, which `encode` must not produce from text. Text may produce the token for
+        # unknown words; Unigram models record its id, other models its name.
         added_tokens = cast(dict[int, Any], self._inner.get_added_tokens_decoder())
         special_tokens = [token_id for token_id, token in added_tokens.items() if token.special]
-        self._is_special = self._special_mask([*special_tokens, self.end_of_document, *self._begin], settings["model"])
-
-    def _special_mask(self, special_tokens: list[int], model: dict[str, Any]) -> NDArray[np.bool_]:
-        """Returns a mask [V], true for the special tokens, which `encode` must not produce from text."""
-        mask = np.zeros(self.vocab_size, np.bool_)
-        mask[special_tokens] = True
-        # Text may produce the token for unknown words. Unigram models record its id, other models its name.
+        self._is_special = np.zeros(self.vocab_size, np.bool_)
+        self._is_special[[*special_tokens, self.end_of_document, *self._begin]] = True
+        model = settings["model"]
         unknown = model["unk_id"] if "unk_id" in model else self._inner.token_to_id(model.get("unk_token") or "")
         if unknown is not None:
-            mask[unknown] = False
-        return mask
+            self._is_special[unknown] = False
 
     @classmethod
     def read(
@@ -210,34 +292,6 @@ def parse_definition(definition: bytes) -> dict[str, Any]:
     return fields
 
 
-def choose_end(settings: dict[str, Any], end: str | None) -> str:
-    """Returns the name of the end of document: `end`, or the first of the usual names that the vocabulary has.
-
-    Raises:
-        ValueError: the vocabulary has no such token.
-    """
-    if end is not None:
-        return check_name(settings, "end_of_document", end)
-    vocabulary = _vocabulary(settings)
-    names = [name for name in _ENDS if name in vocabulary]
-    if not names:
-        raise ValueError(
-            f"no token has a usual name for an end of document; give end_of_document, {_special_tokens(settings)}"
-        )
-    return names[0]
-
-
-def check_name(settings: dict[str, Any], argument: str, name: str) -> str:
-    """Returns `name`, if it is the name of a token.
-
-    Raises:
-        ValueError: the vocabulary has no such token; the message names `argument`.
-    """
-    if name not in _vocabulary(settings):
-        raise ValueError(f"{argument}={name!r} is not a token of the vocabulary; give {_special_tokens(settings)}")
-    return name
-
-
 def build(settings: dict[str, Any], special: list[str]) -> Any:
     """Builds a `tokenizers.Tokenizer` that reads names of special tokens as ordinary text.
 
@@ -300,6 +354,9 @@ def _special_tokens(settings: dict[str, Any]) -> str:
     return f"one of {', '.join(names[:16])}{suffix}" if names else "the name of a token (it has no special ones)"
 
 
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
 def train_bpe(texts: Iterator[str], vocab_size: int) -> TextTokenizer:
     """Trains a byte-level BPE tokenizer, which encodes any text without loss.
 
@@ -332,3 +389,46 @@ def check_vocab_size(vocab_size: int) -> None:
         raise ValueError(f"vocab_size must be at least 257, for 256 bytes and an end of document; got {vocab_size}")
     if vocab_size > MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be at most {MAX_VOCAB_SIZE:,}; got {vocab_size}")
+
+
+# -- streams ----------------------------------------------------------------------------------------------------------
+
+
+REPLACEMENT = "\ufffd"
+TwoWayTokenizer = ByteTokenizer | TextTokenizer
+"""Tokenizers that also decode."""
+
+
+class TextStreamer:
+    """Decodes a stream of tokens, and shows their text unless it ends with an incomplete character.
+
+    Args:
+        tokenizer: decodes the tokens; None shows their numbers.
+        show: called with each new piece of text.
+    """
+
+    def __init__(self, tokenizer: TwoWayTokenizer | None, show: Callable[[str], None]) -> None:
+        self.tokenizer, self.show = tokenizer, show
+        self.tokens: list[int] = []
+        self.text = ""
+
+    def put(self, token: int) -> None:
+        """Adds a token. Text that ends with U+FFFD, as if bytes of a character are missing, is not shown yet."""
+        self.tokens.append(token)
+        text = self._decode()
+        if not text.endswith(REPLACEMENT):
+            self._show(text)
+
+    def end(self) -> None:
+        """Shows the remaining text, after the last token."""
+        self._show(self._decode())
+
+    def _decode(self) -> str:
+        if self.tokenizer is None:
+            return "".join(f" {token}" for token in self.tokens)
+        size = self.tokenizer.vocab_size  # a model may have more tokens than its tokenizer; these have no text
+        return self.tokenizer.decode(torch.tensor([token for token in self.tokens if token < size], dtype=torch.long))
+
+    def _show(self, text: str) -> None:
+        self.show(text[len(self.text) :])
+        self.text = text

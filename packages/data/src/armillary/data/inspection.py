@@ -1,4 +1,7 @@
-"""Cost of each sequence layout on the rows of a store: bytes sent around a ring, and balance of pairs and tokens."""
+"""Figures of a store for `armillary-data info`: lengths of documents, and the cost of each sequence layout on its rows.
+
+The cost of a layout is the bytes that a rank sends around a ring, and the balance of (query, key) pairs and of tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,60 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
+import numpy as np
+
 from armillary.core import SequenceLayout, attention_balance, attention_traffic
 from armillary.core.parts import mask_slices, uncut_spans
 from armillary.data.loader.batches import check_minimum
-from armillary.data.loader.epochs import PackedRow
-from armillary.data.loader.packed_sequences import PackedSequences, check_length
+from armillary.data.loader.packed_sequences import PackedRow, PackedSequences, check_length
 from armillary.data.packing import Packing
-from armillary.data.store import TokenStore
+from armillary.data.store import Index, TokenStore
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+QUANTILES = (0.1, 0.5, 0.9, 0.99)
+
+
+def describe(store: TokenStore) -> dict[str, Any]:
+    """Returns name, counts and vocabulary of a store, and lengths of documents in tokens (mean, longest, quantiles)."""
+    lengths = store.lengths
+    quantiles = np.quantile(lengths, QUANTILES).tolist() if len(lengths) else []
+    return {
+        "name": store.name,
+        "documents": len(store),
+        "tokens": store.tokens,
+        "bytes": sum(array.nbytes for array in store.arrays),
+        "dtype": store.arrays[0].dtype.name,
+        "vocabulary": store.vocabulary.size,
+        "tokenizer": store.vocabulary.tokenizer,
+        "end_of_document": store.vocabulary.end_of_document,
+        "mean_length": float(lengths.mean()) if len(lengths) else 0.0,
+        "longest": int(lengths.max(initial=0)),
+        **{f"p{100 * q:g}": value for q, value in zip(QUANTILES, quantiles, strict=False)},
+    }
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Documents of `minimum` to `maximum` tokens, and the sum of their tokens."""
+
+    minimum: int
+    maximum: int
+    documents: int
+    tokens: int
+
+
+def histogram(lengths: Index) -> list[Bin]:
+    """Counts documents with 0, 1, 2-3, 4-7, ... tokens, from the shortest document's bin to the longest one's."""
+    if not len(lengths):
+        return []
+    bits = np.frexp(lengths.astype(np.float64))[1]  # b for lengths of b bits, 2^(b - 1) <= n < 2^b; 0 for 0
+    documents, tokens = np.bincount(bits), np.bincount(bits, lengths)
+    first = int(np.argmax(documents > 0))
+    return [Bin(2**b // 2, max(2**b - 1, 0), int(documents[b]), int(tokens[b])) for b in range(first, len(documents))]
+
+
+# -- layouts ----------------------------------------------------------------------------------------------------------
 
 LAYOUTS = ("zigzag", "contiguous", "striped", "balanced", "uncut documents")
 """Names of the measured layouts. In "uncut documents" each document is completely on one shard."""
@@ -59,54 +109,44 @@ def packed_rows(store: TokenStore, length: int, packing: Packing, rows: int) -> 
     return [sequences.row(number) for number in range(min(rows, sequences.rows_per_epoch))]
 
 
-def mask_of(row: PackedRow) -> dict[str, Any]:
-    """Returns the mask of a row as keyword arguments, such as for `SequenceLayout.balanced`."""
-    return {"documents": row.ends}
-
-
-def layout_for(name: str, row: PackedRow, shards: int) -> SequenceLayout | None:
-    """Returns the layout named `name` for a row; None if uncut documents would leave a shard without tokens."""
-    length = row.ends[-1]
-    if name == "balanced":
-        return SequenceLayout.balanced(length, shards, **mask_of(row))
-    if name == "uncut documents":
-        spans = uncut_spans(length, shards, mask_slices(length, True, None, row.ends))
-        return SequenceLayout(spans) if all(spans) else None
-    return getattr(SequenceLayout, name)(length, shards)
-
-
 def measure_layouts(
     rows: Sequence[PackedRow],
     shards: int,
     token_bytes: int,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[LayoutStatistics]:
-    """Returns the cost of each layout on some rows. Layouts that no row has are left out.
+    """Returns the cost of each layout on some rows, at least one. Layouts that no row has are left out.
 
     Args:
         token_bytes: bytes sent per token and hop, forward and backward.
         progress: called with the number of measured rows and the number of all rows, counted for each layout.
 
     Raises:
-        ValueError: no rows, or more shards than tokens.
+        ValueError: more shards than tokens, or none.
     """
-    check_minimum(1, rows=len(rows), shards=shards)
-    SequenceLayout.contiguous(rows[0].ends[-1], shards)  # refuses more shards than tokens
+    check_minimum(1, shards=shards)
+    length = rows[0].ends[-1]
+    SequenceLayout.contiguous(length, shards)  # refuses more shards than tokens
     statistics: list[LayoutStatistics] = []
     for i, name in enumerate(LAYOUTS):
         hops, pairs, tokens, spans = list[float](), list[float](), list[float](), 0
         for j, row in enumerate(rows):
             progress(i * len(rows) + j, len(LAYOUTS) * len(rows))
-            layout = layout_for(name, row, shards)
-            if layout is None:
-                continue
-            hops.append(attention_traffic(layout, **mask_of(row)) / layout.length)
-            pairs.append(attention_balance(layout, **mask_of(row)))
-            tokens.append(max(layout.sizes) * shards / layout.length)
+            if name == "balanced":
+                layout = SequenceLayout.balanced(length, shards, documents=row.ends)
+            elif name == "uncut documents":
+                uncut = uncut_spans(length, shards, mask_slices(length, True, None, row.ends))
+                if not all(uncut):  # fewer documents than shards
+                    continue
+                layout = SequenceLayout(uncut)
+            else:
+                layout = getattr(SequenceLayout, name)(length, shards)
+            hops.append(attention_traffic(layout, documents=row.ends) / length)
+            pairs.append(attention_balance(layout, documents=row.ends))
+            tokens.append(max(layout.sizes) * shards / length)
             spans = max(spans, *(len(layout.spans(shard)) for shard in range(shards)))
         if hops:
-            tokens_per_shard = rows[0].ends[-1] / shards
-            sent_bytes = mean(hops) * tokens_per_shard * token_bytes
+            sent_bytes = mean(hops) * length / shards * token_bytes
             balance = mean(pairs), max(pairs), mean(tokens), max(tokens)
             statistics.append(LayoutStatistics(name, len(hops), mean(hops), sent_bytes, *balance, spans))
     return statistics

@@ -15,6 +15,22 @@ from armillary.data.console.units import whole_number
 
 Parsed = TypeVar("Parsed")
 
+_QUANTITIES = ConstructorRegistry()
+"""Has tyro parse integers with `whole_number`: 65536, 64Ki, 1_000, 5M."""
+
+
+@_QUANTITIES.primitive_rule
+def _whole_numbers(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
+    if kind.type is not int:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="INT",
+        instance_from_str=lambda words: whole_number(words[0]),
+        is_instance=lambda value: isinstance(value, int),
+        str_from_instance=lambda value: [str(value)],
+    )
+
 
 def parse(argv: Sequence[str], kind: type[Parsed], program: str, default: Parsed | None = None) -> Parsed:
     """Returns an instance of the dataclass `kind`: the default, overridden by command-line arguments.
@@ -25,17 +41,16 @@ def parse(argv: Sequence[str], kind: type[Parsed], program: str, default: Parsed
     Raises:
         ValueError: an unknown flag (the message names the nearest known ones), or a value of the wrong type.
     """
-    with one_line_errors():
+    with _one_line_errors():
         options: dict[str, Any] = {} if default is None else {"default": default}
-        return tyro.cli(kind, args=list(argv), prog=program, registry=quantities(), **options)
+        return tyro.cli(kind, args=list(argv), prog=program, registry=_QUANTITIES, **options)
 
 
 def parse_known(argv: Sequence[str], kind: type[Parsed], program: str) -> Parsed:
     """Returns an instance of `kind` as `parse` does, but ignores --help and flags that `kind` does not have."""
-    with one_line_errors():
-        return tyro.cli(
-            kind, args=list(argv), prog=program, registry=quantities(), return_unknown_args=True, add_help=False
-        )[0]
+    with _one_line_errors():
+        options: dict[str, Any] = {"return_unknown_args": True, "add_help": False}
+        return tyro.cli(kind, args=list(argv), prog=program, registry=_QUANTITIES, **options)[0]
 
 
 def refuse_removed(argv: Sequence[str], removed: Mapping[str, str]) -> None:
@@ -51,27 +66,8 @@ def refuse_removed(argv: Sequence[str], removed: Mapping[str, str]) -> None:
                 raise ValueError(f"{name}: {advice}")
 
 
-def quantities() -> ConstructorRegistry:
-    """Returns a registry for tyro that parses integers with `whole_number`: 65536, 64Ki, 1_000, 5M."""
-    registry = ConstructorRegistry()
-
-    @registry.primitive_rule
-    def _(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:  # pyright: ignore[reportUnusedFunction]
-        if kind.type is not int:
-            return None
-        return PrimitiveConstructorSpec(
-            nargs=1,
-            metavar="INT",
-            instance_from_str=lambda words: whole_number(words[0]),
-            is_instance=lambda value: isinstance(value, int),
-            str_from_instance=lambda value: [str(value)],
-        )
-
-    return registry
-
-
 @contextmanager
-def one_line_errors() -> Generator[None]:
+def _one_line_errors() -> Generator[None]:
     """Context manager that raises tyro's boxed error message as a ValueError of one line, as ranks print errors."""
     box = io.StringIO()
     try:

@@ -1,1 +1,0 @@
-"""Statistics of stores and of sequence layouts, and their tables."""
