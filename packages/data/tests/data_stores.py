@@ -1,6 +1,7 @@
 """Stores with known tokens, on disk and in memory, and layouts for rows packed from them."""
 
 import json
+import struct
 from bisect import bisect_right
 from itertools import accumulate
 from zlib import crc32
@@ -115,3 +116,21 @@ def write_folder(path, documents, dtype="uint16", vocabulary=None, hashes=None):
     }
     (path / "store.json").write_text(json.dumps(header))
     return path
+
+
+def documents_of(store):
+    """The tokens of all documents, as lists."""
+    return [store.read(i, 0, int(size)).tolist() for i, size in enumerate(store.lengths)]
+
+
+MEGATRON_CODES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+"""Megatron-LM's codes of integer dtypes."""
+
+
+def megatron_index(lengths, boundaries, code=8, pointers=None, magic=b"MMIDIDX\x00\x00", version=1):
+    """The bytes of an index of Megatron-LM: magic, version, dtype, counts, then lengths, pointers and documents."""
+    size = np.dtype(MEGATRON_CODES.get(code, "int64")).itemsize
+    pointers = [size * end for end in accumulate(lengths, initial=0)][:-1] if pointers is None else pointers
+    head = magic + struct.pack("<QBQQ", version, code, len(lengths), len(boundaries))
+    parts = [struct.pack(f"<{len(values)}{kind}", *values) for values, kind in ((lengths, "i"), (pointers, "q"))]
+    return head + b"".join(parts) + struct.pack(f"<{len(boundaries)}q", *boundaries)

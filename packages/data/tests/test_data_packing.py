@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from armillary.data import best_fit, greedy, one_per_row
 from armillary.data.loader.packed_sequences import Epochs
-from armillary.data.packing import DocumentPiece
 
 PACKINGS = [greedy, best_fit, one_per_row]
 corpora = st.lists(st.integers(1, 60), min_size=1, max_size=40)
@@ -84,19 +83,6 @@ def test_the_key_decides_which_documents_share_a_row(packing):
 def test_documents_are_not_in_the_order_of_the_store(packing):
     order = [piece.document for row in packed(packing, [3] * 200, 10) for piece in row]
     assert sum(b == a + 1 for a, b in pairwise(dict.fromkeys(order))) < 20
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_one_token_fills_one_row(packing):
-    assert packed(packing, [1], 1) == packed(packing, [1], 5) == [[DocumentPiece(0, 0, 1)]]
-
-
-@pytest.mark.parametrize("packing", [greedy, best_fit])
-def test_rows_of_one_token_cover_each_token(packing):
-    rows = packed(packing, [3, 1, 2], 1)
-    actual = sorted((piece.document, piece.start, piece.length) for row in rows for piece in row)
-    assert actual == [(0, 0, 1), (0, 1, 1), (0, 2, 1), (1, 0, 1), (2, 0, 1), (2, 1, 1)]
-    assert len(rows) == 6
 
 
 # -- one by one -------------------------------------------------------------------------------------------------------

@@ -20,8 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from data_stores import numbered, single_rank_rows
-from test_data_megatron import index
+from data_stores import megatron_index, numbered, single_rank_rows
 
 from armillary.core import SequenceLayout
 from armillary.core.testing import refusal
@@ -81,7 +80,7 @@ FILES = {
     "no-text/deep/file": b"",
     "foreign.partial/notes": b"precious",
     "megatron/data.bin": bytes(14),
-    "megatron/data.idx": index([3, 4], [0, 1, 2]),
+    "megatron/data.idx": megatron_index([3, 4], [0, 1, 2]),
     "bpe/tokenizer.json": train_bpe(iter(["some words"]), 260).definition,
     "bpe-odd/tokenizer_config.json": b"{",
 }
@@ -522,7 +521,7 @@ def longer(content):
 
 
 def entries(lengths, boundaries, pointers=None):
-    return lambda content: index(lengths, boundaries, pointers=pointers)
+    return lambda content: megatron_index(lengths, boundaries, pointers=pointers)
 
 
 SHARD = "data-00001-of-00002.arrow"
@@ -589,10 +588,10 @@ BROKEN = [
     ("megatron/data", "megatron/data.idx", cut(34), "data.idx .*byte 34; .*82 bytes"),
     ("megatron/data", "megatron/data.idx", cut(81), "data.idx .*byte 81; .*82 bytes"),
     ("megatron/data", "megatron/data.idx", longer, "data.idx has 86 bytes; .*82 bytes"),
-    ("megatron/data", "megatron/data.idx", index([7], [0, 1], magic=b"TNTIDX\0\0\0"), "data.idx .*b'TNTIDX"),
-    ("megatron/data", "megatron/data.idx", index([7], [0, 1], version=2), "data.idx .*version 2 .*version 1"),
-    ("megatron/data", "megatron/data.idx", index([7], [0, 1], code=0), "data.idx .*0; .*1, 2, 3, 4, 5, 8"),
-    ("megatron/data", "megatron/data.idx", index([7], [0, 1], code=6), "data.idx .*6; .*1, 2, 3, 4, 5, 8"),
+    ("megatron/data", "megatron/data.idx", megatron_index([7], [0, 1], magic=b"TNTIDX\0\0\0"), "data.idx .*b'TNTIDX"),
+    ("megatron/data", "megatron/data.idx", megatron_index([7], [0, 1], version=2), "data.idx .*version 2 .*version 1"),
+    ("megatron/data", "megatron/data.idx", megatron_index([7], [0, 1], code=0), "data.idx .*0; .*1, 2, 3, 4, 5, 8"),
+    ("megatron/data", "megatron/data.idx", megatron_index([7], [0, 1], code=6), "data.idx .*6; .*1, 2, 3, 4, 5, 8"),
     ("megatron/data", "megatron/data.idx", entries([3, 4], [0, 1, 2], [0, 8]), "data.idx: sequences"),
     ("megatron/data", "megatron/data.idx", entries([3, 4], [0, 1, 2], [0, 4]), "data.idx: sequences"),
     ("megatron/data", "megatron/data.idx", entries([3, 4], [0, 1, 2], [-6, 0]), "data.idx: sequences"),

@@ -97,15 +97,6 @@ def test_labels_continue_where_a_row_splits_a_document_and_stop_at_its_end():
     }
 
 
-@pytest.mark.parametrize("stripe", [1, 3])
-def test_labels_of_striped_shards_are_the_next_tokens_of_the_row(stripe):
-    """Labels are not the next tokens of the shard. The end of a document and of the row's last piece has no label."""
-    layout = SequenceLayout.striped(N, 4, stripe)
-    tokens, labels, _ = joined([rank.batch(0) for rank in every_shard(STORE, layout, rows_per_batch=8)])
-    for row, actual in zip(tokens.tolist(), labels.tolist(), strict=True):
-        assert actual == expected_row(row, LENGTHS)[0]
-
-
 def test_padding_is_zero_without_a_known_end_of_document():
     store = numbered([4])
     store.vocabulary = type(store.vocabulary)()

@@ -126,7 +126,6 @@ def measure_layouts(
     """
     check_minimum(1, shards=shards)
     length = rows[0].ends[-1]
-    SequenceLayout.contiguous(length, shards)  # refuses more shards than tokens
     statistics: list[LayoutStatistics] = []
     for i, name in enumerate(LAYOUTS):
         hops, pairs, tokens, spans = list[float](), list[float](), list[float](), 0

@@ -184,18 +184,14 @@ class Prefetch(Generic[T]):
     """
 
     def __init__(self, make: Callable[[int], T]) -> None:
-        self._make = make
-        self._start_thread()
-
-    def _start_thread(self) -> None:
-        self._process = os.getpid()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
+        self._make, self._process = make, -1
         self._futures: dict[int, Future[T]] = {}
 
     def get(self, number: int, ahead: Sequence[int] = ()) -> T:
         """Returns item `number`, starts making the items in `ahead`, and discards all other items."""
-        if self._process != os.getpid():
-            self._start_thread()  # threads do not survive a fork
+        if self._process != os.getpid():  # the first call of this process: threads do not survive a fork
+            self._process, self._futures = os.getpid(), {}
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         numbers = [number, *ahead]
         for obsolete in self._futures.keys() - set(numbers):
             self._futures.pop(obsolete).cancel()

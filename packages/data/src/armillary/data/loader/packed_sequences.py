@@ -39,10 +39,9 @@ class PackedSequences(Batches):
     packing, the weights and the seed, which must be equal on all ranks; layouts and the number of ranks decide which
     rank holds which token.
 
-    A rank reads each token of its shard once, in the store's dtype, and in each span one more token: the label of the
-    span's last token. In spans with a step, and if the store has labels of its own, it reads the labels separately, so
-    it reads twice as many values. No communication. The loader takes 16 bytes of memory per document, and
-    a packed epoch 24 per piece of a document and 16 per row; two epochs are kept.
+    A rank reads the tokens of its shard in the store's dtype, and no others but one for each span. No communication.
+    The loader takes 16 bytes of memory per document, and a packed epoch 24 per piece of a document and 16 per row; two
+    epochs are kept.
 
     A new iteration continues after the batch that was returned most recently, or from the loaded state. `batch` returns
     the batch of any step.

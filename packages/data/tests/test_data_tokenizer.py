@@ -1,4 +1,4 @@
-"""Tokens of text equal the library's without special tokens."""
+"""Tokens of bytes are exact; tokens of a tokenizer.json equal the library's without special tokens."""
 
 import json
 import pickle
@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from armillary.core import SequenceLayout
 from armillary.data import ByteTokenizer, Document, PackedSequences, TextTokenizer, TokenStore
 from armillary.data import Tokenizer as Protocol
+from armillary.data.parts import TextStreamer
 from armillary.data.text.tokenizer import decode_utf8, train_bpe
 
 LLAMA_3 = (
@@ -285,3 +286,40 @@ def test_text_absent_from_training_has_tokens(text):
     tokenizer = train_bpe(iter([]), 257)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert len(tokenizer.encode(text)) == len(ByteTokenizer().encode(text))
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+BYTES = ByteTokenizer()
+
+
+@given(st.binary())
+def test_each_byte_is_its_own_token(data):
+    tokens = BYTES.encode(data)
+    assert tokens.tolist() == list(data)
+    assert tokens.dtype == torch.int16
+
+
+@given(st.text())
+def test_text_is_decoded_exactly(text):
+    assert BYTES.decode(BYTES.encode(text)) == text
+
+
+def test_end_of_document_is_a_token_decoded_as_a_line_break():
+    tokens = torch.tensor([104, 105, BYTES.end_of_document, 33])
+    assert BYTES.vocab_size == BYTES.end_of_document + 1 == 257
+    assert BYTES.decode(tokens) == "hi\n!"
+
+
+def test_broken_utf8_is_shown_with_the_replacement_character():
+    assert BYTES.decode(BYTES.encode(b"caf\xe9!")) == "caf\ufffd!"
+
+
+def test_streamed_text_has_only_complete_characters():
+    shown: list[str] = []
+    streamer = TextStreamer(ByteTokenizer(), shown.append)
+    for token in (*"aé".encode(), 0xC3):
+        streamer.put(token)
+    assert shown == ["a", "é"]
+    streamer.end()
+    assert shown == ["a", "é", "\ufffd"] and streamer.text == "aé\ufffd"
