@@ -1,10 +1,12 @@
-"""The commands of the README with fewer steps and tokens: some as a user types them, some on forked ranks."""
+"""The commands of the README with fewer steps and tokens, in forked processes."""
 
 import re
-import subprocess
+from functools import partial
 from pathlib import Path
 
-from launches import Launch, agent, environment
+from launches import Launch, agent
+
+from armillary.train.cli import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 STEP = re.compile(
@@ -12,11 +14,6 @@ STEP = re.compile(
     r"tps: [\d,]+ tflops: \S+ mfu: (-|\d+\.\d%)$",
     re.MULTILINE,
 )
-
-
-def start(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command in `folder` without a terminal, as one of this environment's programs."""
-    return subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=900)
 
 
 def test_the_main_command_trains_on_four_ranks(tmp_path):
@@ -52,10 +49,11 @@ def test_under_torchrun_the_last_line_is_the_error(tmp_path):
 
 
 def test_trains_on_one_process_without_torchrun(tmp_path):
-    run = start(["armillary-train", "--train.steps", "2", "--data.sequence-length", "128"], tmp_path)
-    assert run.returncode == 0, run.stderr
-    assert [step for step, *_ in STEP.findall(run.stdout)] == ["1", "2"]
-    assert " on 1 rank\n" in run.stdout
+    with Launch(partial(main, ["--train.steps", "2", "--data.sequence-length", "128"]), tmp_path) as launch:
+        assert launch.wait() == 0, launch.printed
+        output = launch.printed
+    assert [step for step, *_ in STEP.findall(output)] == ["1", "2"]
+    assert " on 1 rank\n" in output
 
 
 def test_a_bad_start_prints_the_reason_per_rank_and_fails(tmp_path):

@@ -39,10 +39,9 @@ def test_bytes_of_model_m():
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.long), True])
 def test_plans_equal_the_ledger(causal):
     sizes = CallSizes(tokens=480, heads=8, kv_heads=4, head_dim=8, rows=2, ranks=8, causal=causal)
-    for name in names():
-        for rank in () if name == "local" else (0, 5):
-            for phase, sent in sent_bytes(AttentionChoice(name), sizes, rank).items():
-                assert sent.total == sent.plan > 0, (name, rank, phase)
+    for name in (name for name in names() if name != "local"):
+        for phase, sent in sent_bytes(AttentionChoice(name), sizes, rank=5).items():
+            assert sent.total == sent.plan > 0, (name, phase)
 
 
 def test_one_rank_sends_nothing():

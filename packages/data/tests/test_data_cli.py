@@ -115,7 +115,7 @@ def test_a_failing_disk_exits_with_1(lines, tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("armillary.data.prepare.run.StoreWriter", full)
+    monkeypatch.setattr("armillary.data.prepare.preparation.StoreWriter", full)
     code, line = refused(capsys, "prepare", lines, "-o", tmp_path / "other")
     assert code == 1 and line.startswith(f"armillary-data: {tmp_path / 'other'}: No space left on device; ")
 

@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 
 from armillary.data import is_store, open_store, verify_folder
-from armillary.data.prepare import Preparation, prepare, sources
-from armillary.data.prepare import run as run_module
+from armillary.data.prepare import Preparation, preparation, prepare, sources
 from armillary.data.prepare.encode import map_in_order
 
 TEXTS = [f"document {number} " * (number % 5 + 1) for number in range(40)]
@@ -394,8 +393,8 @@ def test_an_output_link_is_followed(lines, tmp_path):
 
 
 def test_tokenizer_is_trained_on_a_bounded_part_of_the_input(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_module, "TRAINING_BYTES", 1000)
+    monkeypatch.setattr(preparation, "TRAINING_BYTES", 1000)
     for name in "abc":
         (tmp_path / name).write_text("word " * 4000)
     actual = sources.chunks([tmp_path], size=5000)
-    assert 1000 <= sum(map(len, run_module._sample(actual))) <= 1002
+    assert 1000 <= sum(map(len, preparation._sample(actual))) <= 1002

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from armillary.data.formats.folder import Header, is_folder, open_folder, partial_folder, readable
+from armillary.data.errors import readable
+from armillary.data.formats.folder import ON_EVERY_RANK, Header, is_folder, open_folder, partial_folder
 from armillary.data.formats.foreign import is_arrow, megatron_prefix, open_arrow, open_megatron
 from armillary.data.store import TokenStore
 from armillary.data.text.corpus import binary, read_documents
@@ -35,7 +36,7 @@ def open_store(
         ImportError: the folder was saved by `datasets`, which is not installed.
     """
     path = Path(path)
-    with readable(path):
+    with readable(path, ON_EVERY_RANK):
         if is_folder(path):
             store = open_folder(path)
         elif prefix := megatron_prefix(path):
@@ -67,7 +68,7 @@ def is_store(path: str | os.PathLike[str]) -> bool:
         ValueError: the path cannot be read.
     """
     path = Path(path)
-    with readable(path):
+    with readable(path, ON_EVERY_RANK):
         return is_folder(path) or megatron_prefix(path) is not None or is_arrow(path) or partial_folder(path).is_dir()
 
 

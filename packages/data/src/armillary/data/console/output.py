@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from armillary.core.parts import write_whole
 from armillary.data.console.exit import print_lines
-from armillary.data.optional import optional
+from armillary.data.errors import optional
 
 # -- tables -----------------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -24,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from armillary.core.parts import count, file_size, open_file, read_json, write_synced, write_whole
+from armillary.data.errors import readable
 from armillary.data.store import Index, Integers, TokenStore, Vocabulary
 
 FORMAT = "armillary token store"
@@ -37,6 +37,8 @@ HEADER, TOKENS, DOCUMENTS, HASHES = "store.json", "tokens.bin", "documents.bin",
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 BLOCK = 2**26
 """Bytes per checksum."""
+ON_EVERY_RANK = "every rank must be able to"
+"""Advice for files that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,8 @@ class Header:
         """Raises ValueError unless the `.bin` files in `folder` have the sizes that the header implies."""
         for name, expected in self.sizes().items():
             path = folder / name
-            try:
+            with readable(path, f"its header says {expected} bytes"):
                 size = file_size(path)
-            except OSError as error:
-                reason = f"its header says {expected} bytes"
-                raise ValueError(f"{path} cannot be read ({error.strerror}); {reason}") from error
             check_size(path, size, expected, "header")
 
     @property
@@ -163,7 +162,7 @@ def verify_folder(path: Path) -> Iterator[int]:
     header.check_sizes(path)
     vocab_size = header.vocabulary.size
     for name in header.sizes():
-        with readable(path / name), open_file(path / name) as file:
+        with readable(path / name, ON_EVERY_RANK), open_file(path / name) as file:
             for i, expected in enumerate(header.checksums[name]):
                 block = file.read(BLOCK)
                 if crc32(block) != expected:
@@ -274,16 +273,6 @@ def is_folder(path: Path) -> bool:
 def partial_folder(path: Path) -> Path:
     """Returns the folder of the store while it is incomplete."""
     return Path(f"{path}.partial")  # with_name would refuse "." and "/"
-
-
-@contextmanager
-def readable(path: Path) -> Generator[None, None, None]:
-    """Context manager that raises an OSError as a ValueError with the name of the file."""
-    try:
-        yield
-    except OSError as error:
-        name = error.filename or path
-        raise ValueError(f"{name} cannot be read ({error.strerror or error}); every rank must be able to") from error
 
 
 def write_file(path: Path, data: bytes) -> None:

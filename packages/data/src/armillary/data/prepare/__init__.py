@@ -1,5 +1,5 @@
 """Preparation of token stores from text: `armillary-data prepare`."""
 
-from armillary.data.prepare.run import Preparation, Progress, prepare
+from armillary.data.prepare.preparation import Preparation, Progress, prepare
 
 __all__ = ["Preparation", "Progress", "prepare"]

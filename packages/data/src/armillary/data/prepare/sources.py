@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from armillary.core.parts import file_size, open_file, parse_object, read_file
+from armillary.data.errors import optional, readable
 from armillary.data.formats.foreign import is_single_dataset, load_dataset
-from armillary.data.optional import optional
 from armillary.data.text.corpus import Document, binary, is_visible, walk
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
@@ -159,10 +159,8 @@ def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
     Raises:
         ValueError: a file cannot be read.
     """
-    try:
+    with readable(chunk.path, _ACCEPTED, (OSError, EOFError, ValueError, zlib.error)):
         yield from chunk.read(chunk)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
-        raise _unreadable(chunk.path, error) from error
 
 
 def fingerprint(chunks: Sequence[InputChunk]) -> str:
@@ -173,10 +171,8 @@ def fingerprint(chunks: Sequence[InputChunk]) -> str:
     """
     digest = hashlib.sha256()
     for chunk in chunks:
-        try:
+        with readable(chunk.path, _ACCEPTED):
             stamps = [(file.name, _stamps(file.path)) for file in chunk.files]
-        except OSError as error:
-            raise _unreadable(chunk.path, error) from error
         # The names of readers are part of it: if one is renamed, earlier stores of the same input are not recognized.
         digest.update(repr((chunk.read.__name__, chunk.start, chunk.stop, chunk.text_field, stamps)).encode())
     return digest.hexdigest()
@@ -187,7 +183,7 @@ def fingerprint(chunks: Sequence[InputChunk]) -> str:
 
 def _files(path: Path, format: str) -> list[File]:
     """Returns the files of one input, without empty files. A saved dataset counts as one file."""
-    try:
+    with readable(path, _ACCEPTED):
         # `file_size` also checks that a file can be opened: the run that reads it may be hours later.
         if not path.is_dir():
             files = [File(path, path.name, file_size(path), chosen=True)]
@@ -209,8 +205,6 @@ def _files(path: Path, format: str) -> list[File]:
                 if file.path.name in ("state.json", "dataset_dict.json") and is_single_dataset(file.path.parent):
                     folder = file.path.parent
                     raise ValueError(f"{path} has a saved dataset in it; give it as an input of its own: {folder}")
-    except OSError as error:
-        raise _unreadable(path, error) from error
     files = [file for file in files if file.bytes]
     if not files:
         raise ValueError(f"{path} holds no text; {_ACCEPTED}")
@@ -221,12 +215,6 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
     """Returns name, size and modification time (ns) of a file, or of each file of a saved dataset."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     return [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
-
-
-def _unreadable(path: Path, error: Exception) -> ValueError:
-    """Returns an error that names the unreadable file: the `filename` of `error` if it has one, else `path`."""
-    file, reason = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
-    return ValueError(f"{file} cannot be read ({reason}); {_ACCEPTED}")
 
 
 # -- formats: a function that cuts files of the format into chunks, and one that reads a chunk -------------------------

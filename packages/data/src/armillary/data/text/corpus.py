@@ -11,6 +11,7 @@ from pydoc_data.topics import topics
 from typing import NoReturn
 
 from armillary.core.parts import read_file
+from armillary.data.errors import readable
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,11 @@ def read_documents(path: str | os.PathLike[str]) -> list[Document]:
         ValueError: a path that does not exist, cannot be read, or holds no text.
     """
     root, accepted_paths = Path(path), "give a text file, or a folder with text files in it"
-    try:
+    with readable(path, accepted_paths):
         if root.is_dir():
             documents = _read_folder(root, is_visible)
         else:
             documents = [Document(root.name, text)] if (text := read_file(root, None)) else []
-    except OSError as error:
-        raise ValueError(f"{error.filename or path} cannot be read ({error.strerror}); {accepted_paths}") from error
     if not documents:
         raise ValueError(f"{path} holds no text; {accepted_paths}")
     return documents

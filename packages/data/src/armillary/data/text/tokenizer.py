@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from armillary.core.parts import parse_object, read_file, read_json
-from armillary.data.optional import optional
+from armillary.data.errors import optional, readable
 
 
 class Tokenizer(Protocol):
@@ -184,14 +184,13 @@ class TextTokenizer:
             ImportError: as the constructor.
         """
         file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
-        try:
-            config = file.with_name("tokenizer_config.json")
+        config = file.with_name("tokenizer_config.json")
+        with readable(file, "give a tokenizer.json, or a folder with one in it"):
+            definition = read_file(file)
             end = end_of_document or read_name(config, "eos_token")
             begin = begin_of_document or read_name(config, BEGIN)
-            return cls(read_file(file), end_of_document=end, begin_of_document=begin)
-        except OSError as error:
-            accepted_paths = "give a tokenizer.json, or a folder with one in it"
-            raise ValueError(f"{error.filename} cannot be read ({error.strerror}); {accepted_paths}") from error
+        try:
+            return cls(definition, end_of_document=end, begin_of_document=begin)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
 

@@ -128,8 +128,8 @@ def prepare(
     # 3. Identify the content of the store: a hash of the input and of the settings that determine it.
     stamp = fingerprint(input_chunks)
     identity = plan.tokenizer if tokenizer is None else tokenizer.identity
-    names = [plan.vocab_size, plan.end_of_document, plan.begin_of_document, plan.invalid]
-    key = sha256(json.dumps([stamp, identity, names]).encode()).hexdigest()[:16]
+    settings = [plan.vocab_size, plan.end_of_document, plan.begin_of_document, plan.invalid]
+    key = sha256(json.dumps([stamp, identity, settings]).encode()).hexdigest()[:16]
     try:
         # Raises if the folder is not writable. Without this check, the lock could not create its file and would report
         # that another process holds it.
