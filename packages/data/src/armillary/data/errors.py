@@ -1,4 +1,4 @@
-"""Errors that say what to do about a missing package or an unreadable file."""
+"""Errors that say what to do about a missing package, an unreadable file or a damaged one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
+
+
+class DamagedInput(ValueError):
+    """A file is damaged. If the work has begun, `armillary-train` exits with `FAILED` for it, not with `REFUSED`."""
 
 
 def optional(module: str, extra: str, package: str = "armillary-data") -> ModuleType:

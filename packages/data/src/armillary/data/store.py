@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.data.console.exit import DamagedInput
+from armillary.data.errors import DamagedInput
 from armillary.data.text.corpus import Document
 from armillary.data.text.tokenizer import Tokenizer
 
@@ -132,9 +132,7 @@ class TokenStore:
             DamagedInput: a token is not in the vocabulary, because the files were changed or have another tokenizer.
                 The message names the token and the document.
         """
-        tokens = self._read(self._plain_arrays, document, start, stop, step)
-        self._check_tokens(tokens, np.ones(len(tokens), np.bool_), document, start, step)
-        return tokens
+        return self._read(self._plain_arrays, document, start, stop, step)
 
     def read_labels(self, document: int, start: int, stop: int, step: int = 1) -> Integers:
         """Returns the labels that tokens `start`, `start + step`, ... are for the tokens before them, or `IGNORE`.
@@ -144,11 +142,18 @@ class TokenStore:
         """
         if self._label_arrays is None:
             return self.read(document, start, stop, step)
-        labels = self._read(self._label_arrays, document, start, stop, step)
-        self._check_tokens(labels, labels != IGNORE, document, start, step)
-        return labels
+        return self._read(self._label_arrays, document, start, stop, step, ignored=IGNORE)
 
-    def _read(self, arrays: Sequence[Integers], document: int, start: int, stop: int, step: int) -> Integers:
+    def _read(
+        self,
+        arrays: Sequence[Integers],
+        document: int,
+        start: int,
+        stop: int,
+        step: int,
+        ignored: int | None = None,
+    ) -> Integers:
+        """Reads from `arrays`. Values other than `ignored` must be tokens of the vocabulary."""
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
             raise IndexError(
@@ -160,25 +165,21 @@ class TokenStore:
         offset = first - int(self._array_starts[i])
         values = np.array(arrays[i][offset + start : offset + stop : step])
         self.bytes_read += values.nbytes
-        return values
-
-    def _check_tokens(
-        self, tokens: Integers, present: npt.NDArray[np.bool_], document: int, start: int, step: int
-    ) -> None:
-        """Raises DamagedInput if a value that is `present` is not a token of the vocabulary."""
         size = self.vocabulary.size
-        if size is None or not len(tokens) or (tokens.max() < size and tokens.min() >= 0):
-            return
-        outside = ((tokens >= size) | (tokens < 0)) & present
-        if not outside.any():
-            return
-        i = int(np.argmax(outside))
-        position = start + i * step
-        raise DamagedInput(
-            f"{self.name}: token {position} of document {document} (token {int(self.starts[document]) + position} of "
-            f"the store) is {tokens[i]}, outside of the vocabulary of {size}; the files were changed (see "
-            "`armillary-data info --verify`) or have another tokenizer"
-        )
+        if size is None or not len(values) or (values.max() < size and values.min() >= 0):
+            return values
+        outside = (values >= size) | (values < 0)
+        if ignored is not None:
+            outside &= values != ignored
+        if outside.any():
+            j = int(np.argmax(outside))
+            position = start + j * step
+            raise DamagedInput(
+                f"{self.name}: token {position} of document {document} (token {first + position} of the store) is "
+                f"{values[j]}, outside of the vocabulary of {size}; the files were changed (see `armillary-data info "
+                "--verify`) or have another tokenizer"
+            )
+        return values
 
     def with_vocabulary(self, size: int) -> TokenStore:
         """Returns the store with a vocabulary of `size` tokens, or unchanged if its files record a size."""

@@ -20,16 +20,13 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from armillary.core.parts import read_file
+from armillary.data.errors import DamagedInput
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 """Exit codes: for invalid arguments or input; for work that failed or found no answer; for ^C."""
 
 REFUSALS = (ValueError, ImportError, OSError)
 """Errors raised for invalid arguments, unusable files and missing packages."""
-
-
-class DamagedInput(ValueError):
-    """A file is damaged. If the work has begun, `armillary-train` exits with `FAILED` for it, not with `REFUSED`."""
 
 
 EXPLAINED = (FloatingPointError, DamagedInput, OSError)
