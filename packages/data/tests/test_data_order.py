@@ -1,6 +1,5 @@
 """Orders: equal in every process and release; mixtures give each source its proportion at every place."""
 
-import hashlib
 import os
 from fractions import Fraction
 
@@ -25,12 +24,6 @@ def test_hash_is_the_same_in_every_process_and_release():
     assert stable_hash(os.fsdecode(b"caf\xe9")) == stable_hash(b"caf\xe9") != stable_hash("caf")
 
 
-@settings(max_examples=25)
-@given(st.binary())
-def test_a_hash_is_eight_bytes_of_sha256(data):
-    assert stable_hash(data) == int(hashlib.sha256(data).hexdigest()[:16], 16)
-
-
 def splitmix(key, place):
     """Output number `place` of the generator that starts at `key`, in Python's integers."""
     z = (stable_hash(key) + place * 0x9E3779B97F4A7C15) % 2**64
@@ -51,14 +44,6 @@ def test_random_bits_match_splitmix(key, places):
 def test_permutations_never_change():
     assert permutation(12, "").tolist() == [7, 0, 5, 10, 8, 3, 9, 4, 1, 6, 11, 2]
     assert permutation(12, "store 0, seed 0").tolist() == [8, 6, 10, 7, 11, 1, 2, 5, 3, 4, 0, 9]
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.integers(0, 300), st.text())
-def test_a_permutation_sorts_by_hash(n, key):
-    order = permutation(n, key).tolist()
-    assert sorted(order) == list(range(n))
-    assert order == sorted(range(n), key=lambda i: splitmix(key, i))
 
 
 def test_permutations_depend_on_their_key_and_move_items():

@@ -137,8 +137,8 @@ class Info:
             return
         print_info(store, Header.read(self.store) if is_folder(self.store) else None)
         if layouts:
-            print(f"\n{len(rows)} rows of {self.length:,} tokens with {pieces:.1f} pieces of documents each, ", end="")
-            print(f"{self.shards} shards;")
+            heading = f"{len(rows)} rows of {self.length:,} tokens with {pieces:.1f} pieces of documents each"
+            print(f"\n{heading}, {self.shards} shards;")
             print_layouts(layouts, len(rows))
 
 
