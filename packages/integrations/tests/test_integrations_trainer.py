@@ -11,9 +11,9 @@ import torch.distributed as dist
 from armillary.attention import ContextParallel, Local, Ring, Ulysses
 from armillary.core.testing import mesh, relative_error
 from armillary.integrations import ContextParallelTrainer, register_transformers
+from armillary.integrations.inputs import shard_inputs
 from armillary.integrations.testing import accelerated
-from armillary.integrations.trainer_checks import method_of
-from armillary.integrations.transformers.inputs import shard_inputs
+from armillary.integrations.trainer import attention_method
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -227,9 +227,9 @@ def test_a_model_whose_parts_attend_by_different_methods_is_refused():
     configs = {name: SimpleNamespace(_attn_implementation=implementation) for name, implementation in parts.items()}
     config = SimpleNamespace(sub_configs=parts, **configs)
     with pytest.raises(ValueError, match="Local, Local"):
-        method_of(SimpleNamespace(config=config))
+        attention_method(SimpleNamespace(config=config))
     config.image = config.text
-    assert isinstance(method_of(SimpleNamespace(config=config)), Local)
+    assert isinstance(attention_method(SimpleNamespace(config=config)), Local)
 
 
 # -- padding ----------------------------------------------------------------------------------------------------------

@@ -123,24 +123,19 @@ def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
         )
     if accelerator.dispatch_batches:
         raise ValueError("dispatch_batches=True: one process would send its rows to all; remove it")
-    check_parallelism(accelerator)
-    groups = find_row_groups(cp.method)
-    # Methods of this instance only: other accelerators in the process are not changed.
-    accelerator.prepare_data_loader = partial(_prepare_data_loader, accelerator, groups)
-    accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, groups)
-    return groups
-
-
-def check_parallelism(accelerator: Any) -> None:
-    """Raises ValueError if accelerate's context, sequence (sp_size) or tensor parallelism is enabled."""
     config = accelerator.parallelism_config
     sizes = {name: getattr(config, name, 1) for name in ("cp_size", "sp_size", "tp_size")}
-    if config is not None and any(size > 1 for size in sizes.values()):
+    if any(size > 1 for size in sizes.values()):
         raise ValueError(
             f"accelerate's parallelism_config has {', '.join(f'{name}={size}' for name, size in sizes.items())}: leave "
             "them at 1; the mesh of the ContextParallel says how many ranks share a sequence (dp_shard_size and "
             "dp_replicate_size count all of them)"
         )
+    groups = find_row_groups(cp.method)
+    # Methods of this instance only: other accelerators in the process are not changed.
+    accelerator.prepare_data_loader = partial(_prepare_data_loader, accelerator, groups)
+    accelerator.gather_for_metrics = partial(_gather_for_metrics, accelerator, groups)
+    return groups
 
 
 def _prepare_data_loader(

@@ -1,22 +1,27 @@
-"""Context parallelism in Hugging Face's Trainer and TRL's SFTTrainer: a mixin, listed as a base class before them."""
+"""Context parallelism in Hugging Face's Trainer and TRL's SFTTrainer: a mixin, listed as a base class before them.
+
+The ranks of a sequence read the same rows; each one computes the loss of its tokens, and their sum over ranks is that
+of the rows. `_refusals` names the settings under which it is not, or which are not tested.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from inspect import getsource
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from armillary.attention import ContextParallel
+from armillary.attention import ContextParallel, Method
 from armillary.attention.parts import gather_tokens, over_all_ranks
 from armillary.integrations.accelerate import RowGroups, share_rows
-from armillary.integrations.trainer_checks import check_trainer, method_of
-from armillary.integrations.transformers.inputs import shard_inputs
-from armillary.integrations.transformers.models import padding_idx_of, predicts_next_token
+from armillary.integrations.inputs import shard_inputs
+from armillary.integrations.transformers.interface import methods_of, parts_of
+from armillary.integrations.transformers.models import ROUTER_LOSS_ERROR, padding_idx_of, predicts_next_token
 
 if TYPE_CHECKING:
     Trainer: Any = object
@@ -34,6 +39,13 @@ class SharedRowsTrainer(Trainer):
 
     cp: Any = None
     groups: RowGroups
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        cp = ContextParallel(attention_method(self.model))
+        for reason in self._refusals(cp):
+            raise ValueError(reason)
+        self.share_rows(cp)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Creates the accelerator. Trainer calls this in its constructor, where `cp` is not known yet, and again in
@@ -54,6 +66,57 @@ class SharedRowsTrainer(Trainer):
     def get_cp_size(self) -> int:
         """Returns the number of ranks with the same rows. The trainer divides its counts of labels and rows by it."""
         return self.cp.ranks
+
+    def _refusals(self, cp: ContextParallel) -> Iterator[str]:
+        """Yields a reason for each setting that is wrong or untested on shards, whatever the loss."""
+        args = self.args
+        # A loss that is not a sum over tokens divided by num_items_in_batch.
+        if any(getattr(part, "output_router_logits", False) for part in parts_of(self.model.config)):
+            yield ROUTER_LOSS_ERROR
+        # Options that depend on the local length, or are not tested on shards.
+        if getattr(args, "neftune_noise_alpha", None) is not None:
+            yield "neftune_noise_alpha scales its noise by the local length, that of a shard: remove it"
+        if args.use_liger_kernel:
+            yield "use_liger_kernel=True is not tested on shards: set it to False"
+        if args.torch_compile:
+            yield "torch_compile=True: ranks compare each batch, which a graph cannot contain; set it to False"
+        if args.n_gpu > 1:
+            yield f"DataParallel over {args.n_gpu} GPUs in one process: start a process for each, with torchrun"
+        if self.is_deepspeed_enabled:
+            yield "DeepSpeed is not tested on shards: use FSDP2 (fsdp, fsdp_config), or DDP"
+        if self.is_fsdp_enabled and getattr(self.accelerator.state.fsdp_plugin, "fsdp_version", 1) != 2:
+            yield 'FSDP1 is not tested on shards: use FSDP2, fsdp_config={"version": 2}'
+        # A loader that decides which rank reads which rows.
+        if str(getattr(args, "train_sampling_strategy", "")).endswith("batch_rebalance"):
+            yield 'train_sampling_strategy="batch_rebalance" counts every rank as one that reads rows: use another'
+
+
+def attention_method(model: Any) -> Method:
+    """Returns the method by which a model attends.
+
+    Raises:
+        ValueError: the model attends by no `Method`, or by several.
+    """
+    config = getattr(model, "config", None)
+    methods = [] if config is None else methods_of(config)
+    if any(method is not methods[0] for method in methods):
+        names = ", ".join(type(method).__name__ for method in methods)
+        raise ValueError(f"parts of {type(model).__name__} attend by different methods, {names}: one is needed for all")
+    if not methods:
+        implementation = getattr(config, "_attn_implementation", None)
+        raise ValueError(
+            f"{type(model).__name__} attends by {implementation!r}, which does not attend over shards: call "
+            "ContextParallel(...).prepare(model), or load the model with an implementation of register_transformers"
+        )
+    return methods[0]
+
+
+SHARDED_LOSSES = {
+    "transformers.trainer.Trainer": "num_processes",
+    "trl.trainer.sft_trainer.SFTTrainer": "fused_lm_head",
+}
+"""Classes whose `compute_loss` works on shards: with shift_labels and num_items_in_batch it sums over the given tokens.
+Older releases of these classes do not. The value is a word that only the source of a new `compute_loss` contains."""
 
 
 class ContextParallelTrainer(SharedRowsTrainer):
@@ -98,13 +161,40 @@ class ContextParallelTrainer(SharedRowsTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        cp = ContextParallel(method_of(self.model))
-        check_trainer(self, ContextParallelTrainer)
-        self.share_rows(cp)
         # Trainer tells its label smoother to shift the labels of a causal model, but a shard's labels are shifted
         # already.
         smoother: Any = self.label_smoother
         self.label_smoother = smoother and partial(_smooth_without_shift, smoother)
+
+    def _refusals(self, cp: ContextParallel) -> Iterator[str]:
+        """Yields a reason for each setting under which the loss is not a sum over the tokens of shards, then others."""
+        # The class whose `compute_loss` this mixin calls: the first one after the mixin that defines it.
+        bases = type(self).__mro__
+        bases = bases[bases.index(ContextParallelTrainer) + 1 :]
+        owner: Any = next((base for base in bases if "compute_loss" in vars(base)), None)
+        if owner is None:
+            raise ValueError(f"{type(self).__name__}: a Trainer must come after ContextParallelTrainer among its bases")
+        marker = SHARDED_LOSSES.get(f"{owner.__module__}.{owner.__qualname__}")
+        # Trainer counts labels over all ranks and divides by get_cp_size, which the mixin overrides.
+        count_labels: Any = getattr(self, "_get_num_items_in_batch", None)
+        if count_labels is None or "get_cp_size" not in getsource(count_labels):
+            yield "this release of transformers counts labels differently; 5.23 is supported"
+        if marker is not None and marker not in getsource(owner.compute_loss):
+            library = owner.__module__.partition(".")[0]
+            yield f"this release of {library} computes losses differently; install a newer one"
+        if not self.takes_shards and marker is None:
+            yield (
+                f"{owner.__qualname__}.compute_loss would get one rank's tokens, with labels that are shifted already; "
+                f"set takes_shards = True on {type(self).__name__} if it takes those"
+            )
+        if self.compute_loss_func is not None:
+            yield (
+                "compute_loss_func shifts labels itself, and those of a shard are shifted: override compute_loss in "
+                "a class with takes_shards = True, where inputs have shift_labels"
+            )
+        if not self.model_accepts_loss_kwargs:
+            yield f"{type(self.model).__name__} takes no num_items_in_batch: its loss is a mean over a shard's labels"
+        yield from super()._refusals(cp)
 
     def compute_loss(
         self,

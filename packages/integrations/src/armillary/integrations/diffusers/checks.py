@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from armillary.attention import Method
 from armillary.core.parts import compat
 from armillary.integrations.diffusers.plans import Plan, attention_modules, find_modules
-from armillary.integrations.equal_values import unequal_values
+from armillary.integrations.inputs import unequal_values
 
 MARK = "armillary_sharded"
 """Attribute of every module that `prepare_diffusers` changed. A copy of the model has it too."""

@@ -1,0 +1,128 @@
+"""Whole inputs of a model on ranks that share a sequence: compared between ranks, and sharded.
+
+Every rank loads the same rows. `unequal_values` finds inputs that are not the same; `shard_inputs` makes this rank's
+inputs from the batch of a Hugging Face collator. Masks, positions and labels mean the same as in transformers on one
+device, so that the losses are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from armillary.attention import ContextParallel, Method
+from armillary.attention.parts import IGNORED, ContextParallelBatch, gather_integers
+
+TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
+"""Inputs with one value per token, which are sharded."""
+
+PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Inputs that describe the documents of a packed row. The model does not get them: `sequence` has the documents."""
+
+
+def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[ContextParallelBatch, dict[str, Any]]:
+    """Returns this rank's batch and the model's inputs for it, with labels only if `inputs` have labels.
+
+    Bytes sent: a `gather_integers` of three integers for each of `TOKENS`. Every rank of the sequence must call it.
+
+    Raises:
+        ValueError: ranks have different rows; no input_ids [B, N]; a tensor that is not in `TOKENS` or `PACKED`;
+            output_router_logits; cu_seq_lens_q with several rows; labels for a model that does not predict the next
+            token; errors of `ContextParallel.shard`, such as position_ids that restart beside an attention_mask.
+    """
+    # 1. The same rows on all ranks. This check comes first: ranks with different rows would fail different checks, or
+    # hang in attention.
+    tokens = {name: x if isinstance(x := inputs.get(name), Tensor) else "none" for name in TOKENS}
+    if unequal := unequal_values(tokens, cp.method):
+        name, shard = next(iter(unequal.items()))
+        raise ValueError(
+            f"shards 0 and {shard} were given different {name}, but all ranks of a sequence need the same rows: a "
+            "sampler, dataset or collator draws from random numbers of each rank, or the data loader was prepared "
+            "without share_rows"
+        )
+    # 2. Inputs whose shards are known.
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"the batch has no input_ids, only {', '.join(inputs)}: a shard is made of tokens")
+    if ids.ndim != 2:
+        raise ValueError(f"input_ids {tuple(ids.shape)}: [B, N] is accepted")
+    unknown = [name for name, x in inputs.items() if isinstance(x, Tensor) and name not in (*TOKENS, *PACKED)]
+    if unknown or inputs.get("output_router_logits"):
+        raise ValueError(
+            f"the batch has {', '.join(unknown) or 'output_router_logits'}, whose shard is unknown; "
+            f"{', '.join(TOKENS)} are accepted"
+        )
+    # 3. Documents. If a row has cu_seq_lens but no position ids, transformers counts positions from the row's start,
+    # across documents.
+    position_ids, boundaries = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
+    if boundaries is not None and len(ids) != 1:
+        raise ValueError(f"cu_seq_lens_q with {len(ids)} rows: they are the documents of one row")
+    if boundaries is not None and position_ids is None:
+        first = 0 if cp.padding_idx is None else cp.padding_idx + 1
+        position_ids = torch.arange(ids.shape[1], device=ids.device)[None] + first
+    # 4. Labels of the next token. As in transformers, the last token of a document predicts the first token of the next
+    # one, unless the label of that first token is -100.
+    labels, next_labels = inputs.get("labels"), inputs.get("shift_labels")
+    if labels is None:
+        next_labels = torch.full_like(ids, IGNORED)
+    elif not cp.shifts_labels:
+        raise ValueError(
+            "labels for a model whose loss is not of the next token (a masked language model, classification of "
+            "tokens): its loss would be a mean over the labels of one shard"
+        )
+    elif next_labels is None:
+        next_labels = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    batch = cp.shard(
+        ids,
+        documents=boundaries,  # without these, `shard` finds documents in position ids, as transformers does
+        position_ids=position_ids,
+        attention_mask=inputs.get("attention_mask"),
+        shift_labels=next_labels,
+    )
+    # 5. The model's inputs. The trainer passes its own num_items_in_batch.
+    omitted = {"num_items_in_batch"} if labels is not None else {"num_items_in_batch", "labels", "shift_labels"}
+    other_inputs = {name: x for name, x in inputs.items() if name not in (*TOKENS, *PACKED)}
+    shard_of_tokens = {name: x for name, x in batch.inputs.items() if name not in omitted}
+    return batch, {**other_inputs, **shard_of_tokens, "use_cache": False}
+
+
+def unequal_values(values: Mapping[str, Any], method: Method) -> dict[str, int]:
+    """Returns the names of values that are not equal, to the bit, on all ranks of a method; the same on every rank.
+
+    Tensors, numbers and strings are compared, also inside of nested values. Each name has the first shard whose value
+    differs from that of shard 0.
+
+    Bytes sent: a `gather_integers` of three integers for each value. Every rank of the method must call it.
+    """
+    if method.shards == 1:
+        return {}
+    leaves = [(name, x) for name, value in values.items() for x in pytree.tree_leaves(value)]
+    compared = [(name, x) for name, x in leaves if isinstance(x, Tensor | int | float | str)]
+    # 56-bit hashes fit into int64, so one gather of integers compares values of any type.
+    digests: dict[int, dict[int, int]] = {}
+    lines = [[i, method.shard, _digest(x)] for i, (_, x) in enumerate(compared)]
+    for i, shard, digest in gather_integers(lines, method):
+        digests.setdefault(i, {})[shard] = digest
+    unequal: dict[str, int] = {}
+    for i, by_shard in sorted(digests.items()):
+        # A rank that was passed fewer values has sent fewer digests.
+        differing = [shard for shard in range(method.shards) if by_shard.get(shard) != by_shard.get(0)]
+        if differing:
+            unequal.setdefault(compared[i][0] if i < len(compared) else "arguments of other ranks", differing[0])
+    return unequal
+
+
+def _digest(x: Tensor | float | str) -> int:
+    """Returns a hash of contents, shape and dtype."""
+    if not isinstance(x, Tensor):
+        content = repr(x).encode()
+    else:
+        # A copy, because NumPy keeps the storage of the tensor that it views.
+        bits = x.detach().contiguous().flatten().view(torch.uint8).to("cpu", copy=True)
+        content = f"{tuple(x.shape)} {x.dtype} ".encode() + bits.numpy().tobytes()
+    return int.from_bytes(blake2b(content, digest_size=7).digest(), "big")
