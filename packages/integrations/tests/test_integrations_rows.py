@@ -11,7 +11,7 @@ from armillary.attention import ContextParallel, Local, sequence
 from armillary.attention.parts import documents_of_positions
 from armillary.core.testing import mesh, relative_error
 from armillary.integrations.inputs import shard_inputs
-from armillary.integrations.transformers.models import predicts_next_token
+from armillary.integrations.transformers.outputs import predicts_next_token
 from armillary.integrations.transformers.positions import repeats_positions
 
 transformers = pytest.importorskip("transformers")

@@ -22,7 +22,7 @@ from armillary.integrations.accelerate import RowGroups
 from armillary.integrations.inputs import TOKENS, shard_inputs
 from armillary.integrations.trainer import SharedRowsTrainer, attention_method
 from armillary.integrations.transformers.models import padding_idx_of
-from armillary.integrations.transformers.row_outputs import scores_row_ends
+from armillary.integrations.transformers.outputs import scores_row_ends
 
 PER_TOKEN = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 """Outputs of TRL's fused LM head with one value for each token."""

@@ -2,15 +2,21 @@
 
 Ranks gather these integers, once for all layers and all steps with the same tensor. Every rank then reads whole rows by
 the rules of one device, and raises the same errors.
+
+transformers does not pass a mask function the model, its position ids and its token types. `calling_functions` reads
+them from the stack frames of its callers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import currentframe
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Method
 from armillary.attention.parts import (
@@ -23,9 +29,7 @@ from armillary.attention.parts import (
     gather_tokens,
 )
 from armillary.core import SequenceLayout
-from armillary.integrations.transformers.callers import Caller
-from armillary.integrations.transformers.masks import Rule
-from armillary.integrations.transformers.shard_mask import ShardMask
+from armillary.integrations.transformers.masks import Rule, ShardMask
 
 POSITIONS_HINT = (
     "pass position_ids=layout.positions(attend.shard)[None], or position ids that restart at 0 in each document"
@@ -36,44 +40,13 @@ TYPE_IS_GROUP = frozenset({"hrm_text"})
 """Models of transformers in which the group of a token is its type."""
 
 
-def gather_rows(x: Tensor, tokens: int, layout: SequenceLayout, method: Method) -> Tensor:
-    """Gathers integers of tokens in sequence order: [..., T] -> [..., N], on the host.
-
-    Args:
-        x: position ids or token types of this rank's tokens.
-        tokens: number of this rank's tokens.
-
-    Bytes sent: a `gather_integers` of four integers, and those of `gather_tokens`. Every rank of the method must call
-    it.
-
-    Raises:
-        ValueError: on every rank, a shard has another number of tokens or values than the layout gives it, or ranks
-            have different numbers of rows.
-    """
-    check_shards(x, tokens, layout, method)
-    return gather_tokens(x.reshape(-1, x.shape[-1]), method, layout).cpu().reshape(*x.shape[:-1], -1)
-
-
-def check_shards(x: Tensor, tokens: int, layout: SequenceLayout, method: Method) -> None:
-    """Raises the errors of `gather_rows`; only on the rank of the wrong shard if the method's axes are unknown."""
-    shards = [[method.shard, tokens, x.shape[-1], x[..., 0].numel()]]
-    if find_axes(method) is not None:
-        shards = gather_integers(shards, method)
-    for shard, token_count, id_count, row_count in shards:
-        check_tokens(shard, token_count, layout)
-        if id_count != token_count:
-            raise ValueError(f"shard {shard} has {token_count} tokens and {id_count} position ids; {POSITIONS_HINT}")
-        if row_count != shards[0][3]:
-            raise ValueError(f"shard {shard} has {row_count} rows, and shard {shards[0][0]} has {shards[0][3]}")
-
-
-class DocumentReader:
-    """Reads the documents of a batch by the rules of transformers, and checks its position ids."""
+class RowReader:
+    """Reads documents and groups of tokens of whole rows, and checks position ids, on all ranks of a method."""
 
     def __init__(self, method: Method) -> None:
         self.method, self.cache = method, TensorCache()
 
-    def read(
+    def documents(
         self, name: str, mask: ShardMask, tokens: int, position_ids: Tensor | None, documents: Documents | None
     ) -> Documents | None:
         """Returns `documents` or, if they are None, the documents in position ids; None if each row is one document.
@@ -118,14 +91,14 @@ class DocumentReader:
         """Returns the documents of position ids [B, T] or [3, B, T], which are checked on all ranks."""
         layout, first = mask.layout, mask.first_position
         if documents is not None and (ids.ndim == 3 or find_axes(self.method) is None):
-            check_shards(ids, tokens, layout, self.method)
+            self._check_shards(ids, tokens, layout)
             if ids.ndim == 3:  # M-RoPE's ids need not rise within a document
                 return documents
             # Ranks of a method with unknown axes cannot communicate: each one checks its own tokens.
             positions, order = layout.positions(self.method.shard).sort()
             ids = ids.cpu()[:, order]
         else:
-            positions, ids = torch.arange(layout.length), gather_rows(ids, tokens, layout, self.method)
+            positions, ids = torch.arange(layout.length), self._gather(ids, tokens, layout)
         if first and (lowest := int(ids.min())) < first:
             raise ValueError(
                 f"{name} gets position id {lowest}, but the model counts tokens from {first}: padding_idx={first - 1}; "
@@ -136,8 +109,55 @@ class DocumentReader:
         elif reads_ids:
             return documents_of_ranks(ids, layout, first)
         else:
-            check_rising(ids, positions, documents or (0, layout.length), has_documents=documents is not None)
+            check_rising(ids, positions, documents, layout.length)
         return documents
+
+    def groups(self, rule: Rule, callers: Sequence[Caller], layout: SequenceLayout) -> Tensor | None:
+        """Returns the group of every token [B, N] on the CPU, -1 for no group; None if the rule has no groups.
+
+        Models number images by their order in the row, which cannot be known from a shard. So every rank gathers the
+        token types of the whole row and calls the model's own numbering function on them.
+
+        Bytes sent: those of `_gather` for the token types. Every rank of the method must call it.
+
+        Raises:
+            ValueError: the model numbers groups in an unknown way; on every rank, shards that do not fit the layout.
+        """
+        if rule.groups is None:
+            return None
+        if self.method.shards == 1:
+            return rule.groups.cpu()
+        types, number_groups = _find_numbering(rule.groups, callers)
+        tokens = layout.sizes[self.method.shard]
+        return self.cache.get(types, layout, lambda: number_groups(self._gather(types.int(), tokens, layout)))
+
+    def _gather(self, x: Tensor, tokens: int, layout: SequenceLayout) -> Tensor:
+        """Gathers integers of tokens in sequence order: [..., T] -> [..., N], on the host.
+
+        Bytes sent: a `gather_integers` of four integers, and those of `gather_tokens`. Every rank of the method must
+        call it.
+        """
+        self._check_shards(x, tokens, layout)
+        return gather_tokens(x.reshape(-1, x.shape[-1]), self.method, layout).cpu().reshape(*x.shape[:-1], -1)
+
+    def _check_shards(self, x: Tensor, tokens: int, layout: SequenceLayout) -> None:
+        """Checks shards [..., T] of integers, on every rank; on its own rank only if the method's axes are unknown.
+
+        Raises:
+            ValueError: a shard has another number of tokens or values than the layout gives it, or ranks have different
+                numbers of rows.
+        """
+        shards = [[self.method.shard, tokens, x.shape[-1], x[..., 0].numel()]]
+        if find_axes(self.method) is not None:
+            shards = gather_integers(shards, self.method)
+        for shard, token_count, id_count, row_count in shards:
+            check_tokens(shard, token_count, layout)
+            if id_count != token_count:
+                raise ValueError(
+                    f"shard {shard} has {token_count} tokens and {id_count} position ids; {POSITIONS_HINT}"
+                )
+            if row_count != shards[0][3]:
+                raise ValueError(f"shard {shard} has {row_count} rows, and shard {shards[0][0]} has {shards[0][3]}")
 
 
 def known_documents(mask: ShardMask, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> Documents | None:
@@ -189,7 +209,7 @@ def documents_of_ranks(ids: Tensor, layout: SequenceLayout, first_position: int)
     return None if documents == (0, layout.length) else documents
 
 
-def check_rising(ids: Tensor, positions: Tensor, documents: Documents, has_documents: bool) -> None:
+def check_rising(ids: Tensor, positions: Tensor, documents: Documents | None, length: int) -> None:
     """Raises ValueError if position ids do not rise from token to token of each document.
 
     Position ids may start anywhere and skip numbers.
@@ -197,23 +217,23 @@ def check_rising(ids: Tensor, positions: Tensor, documents: Documents, has_docum
     Args:
         ids: [B or 1, n], in rising order of `positions`. One row may serve several rows of documents.
         positions: [n], global positions of the tokens.
-        has_documents: False if `documents` are one for each row, because a bidirectional model has none.
+        documents: None: each row of `length` tokens is one, because a bidirectional model has none.
     """
-    mask, length = AttentionMask(documents=documents), int(positions[-1]) + 1
-    row_count = max(len(ids), len(documents) if mask.per_row else 1)
+    mask = AttentionMask(documents=documents)
+    row_count = max(len(ids), len(documents) if documents is not None and mask.per_row else 1)
     for row, row_ids in enumerate(ids.expand(row_count, -1)):
         ends = torch.tensor(mask.boundaries(row) or (0, length))
         is_start = torch.bucketize(positions, ends, right=True).diff() > 0
         if len(errors := ((row_ids.diff() < 1) & ~is_start).nonzero()):
             index = int(errors[0]) + 1
             hint = (
-                "In position ids of a bidirectional model transformers does not look for documents: give them to "
+                ". In position ids of a bidirectional model transformers does not look for documents: give them to "
                 "cp.shard or sequence(documents=...)"
             )
             raise ValueError(
                 f"the token at position {int(positions[index])} of row {row} has position id {int(row_ids[index])}, "
                 "which is not beyond those of the tokens before it in its document; "
-                f"{POSITIONS_HINT}{'' if has_documents else f'. {hint}'}"
+                f"{POSITIONS_HINT}{hint if documents is None else ''}"
             )
 
 
@@ -242,35 +262,6 @@ def check_multimodal(position_ids: Tensor) -> None:
         )
 
 
-class GroupReader:
-    """Reads the group of each token of a sequence, numbered as on one device.
-
-    Models number images by their order in the row, which cannot be known from a shard. So every rank gathers the token
-    types of the whole row and calls the model's own numbering function on them.
-    """
-
-    def __init__(self, method: Method) -> None:
-        self.method, self.cache = method, TensorCache()
-
-    def read(self, rule: Rule, callers: Sequence[Caller], layout: SequenceLayout) -> Tensor | None:
-        """Returns the group of every token [B, N] on the CPU, -1 for no group; None if the rule has no groups.
-
-        Bytes sent: those of `gather_rows` for the token types. Every rank of the method must call it.
-
-        Raises:
-            ValueError: the model numbers groups in an unknown way; on every rank, shards that do not fit the layout.
-        """
-        if rule.groups is None:
-            return None
-        if self.method.shards == 1:
-            return rule.groups.cpu()
-        types, number_groups = _find_numbering(rule.groups, callers)
-        tokens = layout.sizes[self.method.shard]
-        return self.cache.get(
-            types, layout, lambda: number_groups(gather_rows(types.int(), tokens, layout, self.method))
-        )
-
-
 def _find_numbering(groups: Tensor, callers: Sequence[Caller]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Returns (token types [B, T] in a caller's frame, the function that numbers groups by them)."""
     for caller in callers:
@@ -292,3 +283,84 @@ def _find_numbering(groups: Tensor, callers: Sequence[Caller]) -> tuple[Tensor, 
         f"{model} numbers blocks of tokens that see each other in an unknown way, so a shard's numbers do not tell "
         "which tokens of other ranks are in them; give the mask: `cp.shard(ids, mask=AttentionMask.image_spans(...))`"
     )
+
+
+# Arguments of the functions that call a mask function.
+
+MAX_FRAMES = 12
+"""More calls than there are between a model's forward and a mask function."""
+
+WRAPPERS = ("torch._dynamo.", "torch._compile")
+"""Python modules of the functions through which `compat.never_traced` calls a function."""
+
+
+class Caller(NamedTuple):
+    """A running function: its Python module's name, its local and global variables, its parameters' names."""
+
+    module: str
+    locals: dict[str, Any]
+    globals: dict[str, Any]
+    parameters: tuple[str, ...]
+
+
+def calling_functions() -> list[Caller]:
+    """Returns the callers of the function that calls this one, innermost first, without `WRAPPERS`.
+
+    The list ends after the methods of the innermost `nn.Module`, and has at most MAX_FRAMES functions.
+    """
+    callers: list[Caller] = []
+    frame: FrameType | None = currentframe()
+    for _ in range(2):  # skips this function and the one that calls it
+        frame = frame and frame.f_back
+    while frame is not None and len(callers) < MAX_FRAMES:
+        module_name, code = str(frame.f_globals.get("__name__", "")), frame.f_code
+        parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        caller = Caller(module_name, frame.f_locals, frame.f_globals, parameters)
+        # The innermost module makes the mask. Modules that call it may have other tokens, so the search stops there.
+        module = calling_module(callers)
+        if module is not None and caller.locals.get("self") is not module:
+            break
+        if not module_name.startswith(WRAPPERS):
+            callers.append(caller)
+        frame = frame.f_back
+    return callers
+
+
+def calling_module(callers: list[Caller]) -> nn.Module | None:
+    """Returns the innermost module of which one of the callers is a method."""
+    owners = (caller.locals.get("self") for caller in callers)
+    return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
+
+
+def position_ids_of(callers: list[Caller], shards: int) -> tuple[Tensor | None, bool]:
+    """Returns (position ids in the callers' frames or None, True if the model would count positions itself).
+
+    Some models pass position ids to the function that makes masks but not to their layers, and some to neither. A model
+    without input_ids and inputs_embeds, such as an image tower, adds positions before its tokens are sharded.
+
+    Raises:
+        ValueError: the model takes tokens but no position ids (BART): it counts from the first token of each shard,
+            whatever position ids its layers get.
+    """
+    module_methods = [caller for caller in callers if isinstance(caller.locals.get("self"), nn.Module)]
+    takes_position_ids = any("position_ids" in method.parameters for method in module_methods)
+    tokens = [method.locals.get(name) for method in module_methods for name in ("input_ids", "inputs_embeds")]
+    has_tokens = any(isinstance(x, Tensor) for x in tokens)
+    if shards > 1 and has_tokens and not takes_position_ids:
+        raise ValueError(
+            f"{type(calling_module(callers)).__name__}.forward takes no position_ids: it counts positions from the "
+            "first token of each shard; models whose forward takes position_ids can be sharded"
+        )
+    candidates = [ids for caller in callers if isinstance(ids := caller.locals.get("position_ids"), Tensor)]
+    if candidates:
+        return candidates[0] if candidates[0].ndim > 1 else candidates[0][None], False
+    return None, takes_position_ids or has_tokens
+
+
+def boundaries_of(callers: list[Caller]) -> tuple[Tensor | None, Tensor | None]:
+    """Returns cu_seq_lens_q and cu_seq_lens_k of the callers, which models pass on to their layers; None without."""
+    for caller in callers:
+        arguments = {**caller.locals, **caller.locals.get("kwargs", {})}
+        if isinstance(arguments.get("cu_seq_lens_q"), Tensor):
+            return arguments["cu_seq_lens_q"], arguments.get("cu_seq_lens_k")
+    return None, None

@@ -1,22 +1,31 @@
-"""Converts mask functions of Hugging Face transformers to a `Rule`: bands, groups of tokens and chunks.
+"""From a mask function of transformers to the mask of a whole sequence, which layers get as a `ShardMask`.
 
-Mask functions are nested closures over (batch, head, query, key) indices: sliding windows, images and chunks, joined by
-`and` and `or`. Evaluating them on a shard would be wrong, because local indices are not those of the sequence. So each
-closure is recognized by the name of the function that made it, and its variables are read. Unknown closures are
-refused.
+1. `rule_of` reads a mask function as a `Rule`: bands, groups of tokens and chunks. Mask functions are nested closures
+   over (batch, head, query, key) indices: sliding windows, images and chunks, joined by `and` and `or`. Evaluating them
+   on a shard would be wrong, because local indices are not those of the sequence. So each closure is recognized by the
+   name of the function that made it, and its variables are read. Unknown closures are refused.
+2. `mask_of` makes the mask of a whole sequence from a rule, its documents and its groups of tokens, such as images;
+   `narrow` narrows a user's own mask by a rule.
+3. `ShardMask` goes from the mask function to the layers in place of a mask tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from dis import get_instructions
 from functools import reduce
 from inspect import getclosurevars
-from typing import Any, NamedTuple
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from armillary.attention import AttentionMask, Slice
+from armillary.attention.parts import Documents, SequenceContext
+from armillary.core import SequenceLayout
 from armillary.core.parts import Window
 
 FAR = 2**62
@@ -24,6 +33,9 @@ Band = tuple[int, int]
 """(low, high): a query at i sees a key at j if low <= j - i <= high. -FAR and FAR are unbounded."""
 
 EVERYTHING: Band = (-FAR, FAR)
+
+MAX_SLICES = 2**16
+"""Maximum number of slices in the mask of one row."""
 
 
 class Rule(NamedTuple):
@@ -36,7 +48,7 @@ class Rule(NamedTuple):
     other_keys: Band | None
     group_keys: Band | None
     groups: Tensor | None = None
-    """[B, T], the group of each local token, or -1. Ranks number groups independently: see `GroupReader`."""
+    """[B, T], the group of each local token, or -1. Ranks number groups independently: see `RowReader.groups`."""
     chunk: int | None = None
     """Size of a chunk; None without chunks."""
     bidirectional: bool = False
@@ -58,11 +70,15 @@ class Rule(NamedTuple):
         return None if sides == (None, None) else sides
 
 
+class UnknownMaskError(Exception):
+    """A part of a mask function is unknown. The message is its name."""
+
+
 def rule_of(mask_function: Callable[..., Any] | None) -> Rule:
     """Returns a mask function of transformers as a rule.
 
     The documents that transformers adds for packed rows are dropped, because restarting positions on a shard look like
-    documents too; `DocumentReader` reads them.
+    documents too; `RowReader.documents` reads them.
 
     Raises:
         ValueError: a part of the mask is unknown, or cannot be joined with the other parts; sliding_window below 1.
@@ -80,8 +96,9 @@ def rule_of(mask_function: Callable[..., Any] | None) -> Rule:
     return rule
 
 
-class UnknownMaskError(Exception):
-    """A part of a mask function is unknown. The message is its name."""
+PACKED, PACKED_POSITIONS = "packed_sequence_mask_function", "remap_positions_for_packed_sequence"
+MODEL_FUNCTION = "_bidirectional_window_overlay"
+"""A mask function of Gemma 3, in the files of several models."""
 
 
 def _read(function: Any) -> Rule:
@@ -92,19 +109,29 @@ def _read(function: Any) -> Rule:
     if name is None:
         return _read_constant(function)
     closure = dict(getclosurevars(function).nonlocals)
-    if name in ("and_masks", "or_masks"):
-        parts = _without_packing(closure["mask_functions"]) if name == "and_masks" else closure["mask_functions"]
-        join = _intersect if name == "and_masks" else _unite
-        return reduce(join, map(_read, parts))
+    if name == "or_masks":
+        return reduce(_unite, map(_read, closure["mask_functions"]))
+    if name == "and_masks":
+        # transformers adds the packed mask, of the documents that it found in position ids, together with
+        # PACKED_POSITIONS, and it is left out. A packed mask without that comes from the user, and is unknown.
+        makers = [(part, _maker(part)) for part in closure["mask_functions"]]
+        finds_documents = any(maker == PACKED_POSITIONS for _, maker in makers)
+        return reduce(_intersect, (_read(part) for part, maker in makers if maker != PACKED or not finds_documents))
     # transformers wraps a mask so that positions restart in each document: reads the wrapped mask.
     if name == PACKED_POSITIONS:
         return _read(closure["mask_function"])
     if name not in MAKERS:
         raise UnknownMaskError(name)
     rule = MAKERS[name](closure)
-    # Several model files define a function of this name, and may change it: its values are compared with the rule.
     if name == MODEL_FUNCTION:
-        _probe(function, rule, name)
+        # Several model files define a function of this name, and may change it: its values at and beside the ends of
+        # the band are compared with the rule.
+        low, high = rule.other_keys or (0, 0)
+        offsets = torch.tensor([low - 1, low, 0, high, high + 1])
+        queries = torch.full_like(offsets, high - low + 2)  # far enough from 0 that no key index is negative
+        index = torch.tensor(0)
+        if function(index, index, queries, queries + offsets).tolist() != [False, True, True, True, False]:
+            raise UnknownMaskError(name)
     return rule
 
 
@@ -117,44 +144,20 @@ def _maker(function: Any) -> str | None:
     return None
 
 
-PACKED, PACKED_POSITIONS = "packed_sequence_mask_function", "remap_positions_for_packed_sequence"
-
-
-def _without_packing(functions: tuple[Any, ...]) -> list[Any]:
-    """Returns the parts of an `and` without the documents that transformers found in position ids.
-
-    transformers adds the packed mask together with `PACKED_POSITIONS`. A packed mask without it comes from the user,
-    and is not removed.
-    """
-    names = [_maker(function) for function in functions]
-    if PACKED_POSITIONS not in names:
-        return list(functions)
-    return [function for function, name in zip(functions, names, strict=True) if name != PACKED]
-
-
 def _read_constant(function: Any) -> Rule:
     """Reads a function without a closure that returns True for any arguments (Gemma 3, bidirectional)."""
     # The function is called only if its bytecode loads no argument and no closure, so that its value is constant.
-    code = getattr(function, "__code__", None)
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', repr(function))}"
-    if code is None or code.co_freevars or not set(code.co_names) <= {"torch", "tensor", "bool"}:
-        raise UnknownMaskError(name)
-    if any(instruction.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) for instruction in get_instructions(code)):
-        raise UnknownMaskError(name)
-    is_real_torch = getattr(function, "__globals__", {}).get("torch", torch) is torch
-    if not is_real_torch or not bool(function(0, 0, 0, 0)):
-        raise UnknownMaskError(name)
+    code, names = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    is_constant = (
+        code is not None
+        and not code.co_freevars
+        and set(code.co_names) <= {"torch", "tensor", "bool"}
+        and not any(step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) for step in get_instructions(code))
+    )
+    if not is_constant or names.get("torch", torch) is not torch or not bool(function(0, 0, 0, 0)):
+        name = getattr(function, "__qualname__", repr(function))
+        raise UnknownMaskError(f"{getattr(function, '__module__', '')}.{name}")
     return _band_rule(*EVERYTHING)
-
-
-def _probe(function: Callable[..., Any], rule: Rule, name: str) -> None:
-    """Raises UnknownMaskError if a model's own function differs from the rule at or beside the ends of its band."""
-    low, high = rule.other_keys or (0, 0)
-    offsets = torch.tensor([low - 1, low, 0, high, high + 1])
-    queries = torch.full_like(offsets, high - low + 2)  # far enough from 0 that no key index is negative
-    index = torch.tensor(0)
-    if function(index, index, queries, queries + offsets).tolist() != [False, True, True, True, False]:
-        raise UnknownMaskError(name)
 
 
 def _band_rule(low: int, high: int, *, bidirectional: bool = False) -> Rule:
@@ -169,9 +172,6 @@ def _window(closure: dict[str, Any]) -> int:
         raise ValueError(f"sliding_window={window} hides every key; a window of at least 1, or None, is accepted")
     return window
 
-
-MODEL_FUNCTION = "_bidirectional_window_overlay"
-"""A mask function of Gemma 3, in the files of several models."""
 
 MAKERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "causal_mask_function": lambda closure: _band_rule(-FAR, 0),
@@ -231,3 +231,178 @@ def _unite_bands(a: Band | None, b: Band | None) -> Band | None:
     if max(a[0], b[0]) > min(a[1], b[1]) + 1:
         raise UnknownMaskError(f"windows {a} and {b}, which do not meet")
     return min(a[0], b[0]), max(a[1], b[1])
+
+
+# The mask of a sequence.
+
+
+def mask_of(
+    rule: Rule, groups: Tensor | None, documents: Sequence[int] | Sequence[Sequence[int]] | None, length: int
+) -> AttentionMask:
+    """Returns the mask of a rule for a sequence of `length` tokens. Each document has the mask of a row by itself.
+
+    Raises:
+        ValueError: groups so scattered that the mask would have more than MAX_SLICES slices; chunks in a bidirectional
+            model or with groups.
+    """
+    if rule.chunk is not None:
+        if groups is not None or not rule.causal:
+            raise ValueError(f"chunks of {rule.chunk} that are not causal, or contain images, are not supported")
+        left, _ = rule.window or (None, None)
+        return AttentionMask.chunked(rule.chunk, documents).narrow(left)
+    if groups is None:
+        return AttentionMask(causal=rule.causal, window=rule.window, documents=documents)
+    packed = AttentionMask(documents=documents)
+    rows = [_mask_of_row(rule, row, packed.boundaries(n), length) for n, row in enumerate(groups)]
+    return rows[0] if all(row == rows[0] for row in rows) else AttentionMask.rows(rows)
+
+
+def _mask_of_row(rule: Rule, groups: Tensor, documents: Sequence[int] | None, length: int) -> AttentionMask:
+    """Returns the mask of a row with groups [N], packed from documents."""
+    # 1. The runs of each document: adjacent tokens of one group, as (group, or -1 for none; positions).
+    documents_runs: list[list[tuple[int, range]]] = []
+    for low, high in pairwise(documents or (0, length)):
+        ids, counts = groups[low:high].unique_consecutive(return_counts=True)
+        spans = [range(*ends) for ends in pairwise([low, *(low + counts.cumsum(0)).tolist()])]
+        documents_runs.append([(max(group, -1), span) for group, span in zip(ids.tolist(), spans, strict=True)])
+    # 2. The usual case has a compact form, `image_spans`: the layer is causal, each image is one run, and its tokens
+    # see the whole image. The band of keys in the group is then that of other keys, without an upper bound.
+    grouped = [[group for group, _ in runs if group >= 0] for runs in documents_runs]
+    contiguous = all(len(set(ids)) == len(ids) for ids in grouped)
+    if rule.causal and rule.other_keys and contiguous and rule.group_keys == (rule.other_keys[0], FAR):
+        images = [span for runs in documents_runs for group, span in runs if group >= 0 and len(span) > 1]
+        if not images:
+            return AttentionMask(window=rule.window, documents=documents)
+        left, _ = rule.window or (None, None)
+        return AttentionMask.image_spans(images, documents, window=None if left is None else (left, None))
+    # 3. Otherwise slices: each run of queries with its group's keys, and with its document's other keys.
+    slices: list[Slice] = []
+    for runs in documents_runs:
+        for group, queries in runs:
+            # The document's keys in the fewest spans; tokens of no group do not form one.
+            same_group = [(key_group == group and group >= 0, keys) for key_group, keys in runs]
+            for in_group, adjacent in groupby(same_group, itemgetter(0)):
+                spans = [keys for _, keys in adjacent]
+                keys, band = range(spans[0].start, spans[-1].stop), rule.group_keys if in_group else rule.other_keys
+                # key - query lies between keys[0] - queries[-1] and keys[-1] - queries[0].
+                if band is not None and band[0] <= keys[-1] - queries[0] and band[1] >= keys[0] - queries[-1]:
+                    low, high = (None if abs(bound) >= FAR else bound for bound in band)
+                    slices.append(Slice(queries, keys, low, high))
+            if len(slices) > MAX_SLICES:
+                raise ValueError(f"groups of tokens in more than {MAX_SLICES} slices of a row: they are too scattered")
+    return AttentionMask.of_slices(slices)
+
+
+def narrow(mask: AttentionMask, rule: Rule) -> AttentionMask:
+    """Returns the user's mask, which is for all layers, narrowed by the window of the layers of one kind.
+
+    Raises:
+        ValueError: the mask contradicts the model.
+    """
+    if rule.chunk is not None:
+        raise ValueError(
+            f"sequence(mask=...) for layers that see chunks of {rule.chunk}: one mask for all layers cannot have the "
+            "chunks of some; remove `mask`: the model's own masks are used"
+        )
+    if mask.causal and not rule.causal:
+        raise ValueError(f"sequence(mask=...) has causal=True, but the model is bidirectional: {mask}")
+    if rule.causal and not mask.causal and mask.pattern is None:
+        raise ValueError(f"sequence(mask=...) has causal=False, but the model is causal: {mask}")
+    left, right = rule.window or (None, None)
+    narrowed = mask.narrow(left)
+    if right is None:
+        return narrowed
+    before, after = narrowed.window or (None, None)
+    return replace(narrowed, window=(before, right if after is None else min(after, right)))
+
+
+# The mask that layers get.
+
+
+class ShardMask:
+    """The mask of all layers of one kind, with the layout and documents of the sequence.
+
+    Args:
+        context: layout, documents and mask given to `with sequence(...)` around the forward.
+        layout: layout over all ranks of the method.
+        shard: this rank's shard.
+        rule: the model's mask function; None if it is unknown, so that only a mask given to `sequence` can be used.
+        groups: [B, N], the group of each token of the whole sequence, if the rule has groups.
+        position_ids: position ids read from the frames of the mask function's callers.
+        boundaries: cu_seq_lens_q and cu_seq_lens_k read from these frames; None without.
+        counts_from_shard: True if the model got no position ids, so that it counts from the shard's first token.
+        first_position: the position id of a document's first token: 0, or padding_idx + 1 (RoBERTa).
+        refusal: reason why layers cannot use the mask. The first layer that gets the mask raises it, because a model
+            also makes masks of kinds that no layer has (Qwen2-MoE with sliding_window=0).
+
+    Attributes:
+        positions: [T], global positions of this rank's tokens, on the CPU.
+        finished: the mask with the documents of `position_ids` and `boundaries`; None if they are invalid.
+    """
+
+    # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
+    def __init__(
+        self,
+        context: SequenceContext,
+        layout: SequenceLayout,
+        shard: int,
+        rule: Rule | None,
+        groups: Tensor | None,
+        position_ids: Tensor | None,
+        boundaries: tuple[Tensor | None, Tensor | None],
+        counts_from_shard: bool,
+        first_position: int,
+        refusal: str | None,
+    ) -> None:
+        self.context, self.layout, self.rule, self.groups = context, layout, rule, groups
+        self.position_ids, self.counts_from_shard, self.first_position = position_ids, counts_from_shard, first_position
+        self.boundaries, self.refusal = boundaries, refusal
+        self.positions = layout.positions(shard)
+        self.finished: AttentionMask | None = None
+        self.cached_mask: tuple[Documents | None, AttentionMask] | None = None
+
+    # A model that computes with its mask tensor would get wrong results on a shard: any use as a tensor raises.
+    def __getattr__(self, name: str) -> NoReturn:
+        raise NoTensorError(name)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise NoTensorError("__getitem__")
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], *_: Any) -> NoReturn:
+        raise NoTensorError(getattr(func, "__name__", str(func)))
+
+    def finished_for(
+        self,
+        tokens: int,
+        position_ids: Tensor | None,
+        cu_seq_lens_q: Tensor | None,
+        cu_seq_lens_k: Tensor | None,
+    ) -> AttentionMask | None:
+        """Returns `finished`, or None for a layer that gets other tensors than those from which it was made."""
+        same_ids = position_ids is None or position_ids.ndim != 2 or position_ids is self.position_ids
+        same_boundaries = cu_seq_lens_q is self.boundaries[0] and cu_seq_lens_k is self.boundaries[1]
+        return self.finished if tokens == len(self.positions) and same_ids and same_boundaries else None
+
+    def with_documents(self, documents: Documents | None) -> AttentionMask:
+        """Returns the mask of a sequence packed from documents; computed once for all layers of the kind."""
+        # `is not` first: comparing thousands of documents in every layer takes time.
+        if self.cached_mask is None or (self.cached_mask[0] is not documents and self.cached_mask[0] != documents):
+            user_mask = self.context.mask
+            if user_mask is None:
+                assert self.rule is not None
+                mask = mask_of(self.rule, self.groups, documents, self.layout.length)
+            else:
+                mask = user_mask if self.rule is None else narrow(user_mask, self.rule)
+            self.cached_mask = documents, mask
+        return self.cached_mask[1]
+
+
+class NoTensorError(ValueError, AttributeError):
+    """A model used a `ShardMask` as a tensor. Also an AttributeError, so that `hasattr` returns False."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the model computes with its attention mask ({name}), which on a sharded sequence is no tensor: it "
+            "changes the mask, or attends without transformers' attention interface; use another attn_implementation"
+        )

@@ -1,62 +1,99 @@
-"""Checks of models of Hugging Face transformers: a model that cannot run on shards raises an error.
+"""Models of Hugging Face transformers: by which method a config attends, and which models cannot run on shards.
 
-The class and the config are checked when the model selects our implementation, its modules at the first call.
-transformers has no hook for this. But a model that selects an attention implementation, when it is built or later,
-calls `get_correct_attn_implementation`. `wrap_models` wraps this method and the property `loss_function`, once.
+Tokens of a model must see each other by transformers' attention interface alone, which calls the registered method, or
+by states that `states.py` shards. `check_model` checks the class and the config when the model selects our
+implementation, `check_layers_attend` the whole model in `ContextParallel.prepare`, and `check_modules` its modules at
+the first call. Modules are recognized by their class and by the code of their forwards.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
-from functools import partial, wraps
-from importlib import import_module
-from inspect import getsource, isfunction, signature, unwrap
+from collections.abc import Iterable, Iterator
+from inspect import getsource, signature, unwrap
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from armillary.attention.parts import method_of_implementation
-from armillary.core.parts import compat
-from armillary.integrations.transformers.interface import (
-    calls_interface,
-    check_own_attention,
-    innermost_model,
-    is_unsharded,
-    method_of,
-    parts_of,
-    sharded_modules,
-    shards_of,
-)
-from armillary.integrations.transformers.positions import (
-    check_image_positions,
-    depends_on_last_position,
-    give_last_position,
-    repeats_positions,
-)
-from armillary.integrations.transformers.row_outputs import (
-    LOSS_CHECKED,
-    check_outputs,
-    find_row_ends,
-    refuse_kept_logits,
-    scores_row_ends,
-)
-from armillary.integrations.transformers.states import (
-    STATE_LAYERS,
-    StateHook,
-    has_sharded_states,
-    mixes_unknown,
-    route_states,
-    shards_states,
-)
+from armillary.attention import Method
+from armillary.attention.parts import Registries, method_of_implementation
+from armillary.integrations.transformers.states import STATE_LAYERS, has_sharded_states, mixes_unknown, shards_states
+
+# The methods of a config.
+
+
+def parts_of(config: Any) -> list[Any]:
+    """Returns a config and the configs of its text, vision or audio parts."""
+    parts = (getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())
+    return [config, *(part for part in parts if part is not None)]
+
+
+def methods_of(config: Any) -> list[Method]:
+    """Returns the methods of our implementations that a config or its parts select."""
+    registries = Registries.find()
+    names = dict.fromkeys(getattr(part, "_attn_implementation", None) for part in parts_of(config))
+    functions: list[Any] = [registries.attention.get(name) for name in names] if registries else []
+    return [method for function in functions if (method := method_of_implementation(function))]
+
+
+def method_of(config: Any) -> Method | None:
+    """Returns the method with the most ranks among `methods_of` a config; None without one."""
+    return max(methods_of(config), key=lambda method: method.shards, default=None)
+
+
+def shards_of(config: Any) -> int:
+    """Returns the number of ranks that share a sequence under a config's implementations; 1 without one of ours."""
+    method = method_of(config)
+    return 1 if method is None else method.shards
+
+
+# The parts of a model.
+
+
+def is_model(x: Any) -> bool:
+    """Returns True for a model of transformers, or a model inside of one; False for layers."""
+    return hasattr(type(x), "get_correct_attn_implementation")
+
+
+def is_unsharded(module: nn.Module) -> bool:
+    """Returns True for a submodel that selects another implementation."""
+    registries, config = Registries.find(), getattr(module, "config", None)
+    name = getattr(config, "_attn_implementation", None)
+    if registries is None or name is None or not is_model(module):
+        return False
+    return not method_of_implementation(registries.attention.get(name))
+
+
+def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the named modules of a model, without parts that select another implementation."""
+    unsharded = [name for name, module in model.named_modules() if module is not model and is_unsharded(module)]
+    for name, module in model.named_modules():
+        if not any(name == part or name.startswith(f"{part}.") for part in unsharded):
+            yield name, module
+
+
+def innermost_model(model: nn.Module, name: str) -> tuple[nn.Module, list[str]]:
+    """Returns the innermost model of transformers that has the named module, or is it, and the path below that model.
+
+    The outermost model if none is one of transformers.
+    """
+    path = name.split(".") if name else []
+    for depth in range(len(path), 0, -1):
+        part = model.get_submodule(".".join(path[:depth]))
+        if is_model(part):
+            return part, path[depth:]
+    return model, path
+
+
+# Checks of a model.
 
 LAYERS = frozenset(
     {"attention", "full_attention", "sliding_attention", "chunked_attention"} | {"moe", "sparse", "dense", "mlp"}
 )
 """Kinds of layers that mix tokens by attention alone, or not at all."""
-
 
 MIXERS = re.compile("Mamba|Rwkv|RWKV|LSTM|DeltaNet|LinearAttention|ShortConv|RgLru|Hyena|Retention|SSM")
 """Matches class names of modules that mix tokens by a recurrence or a convolution."""
@@ -73,58 +110,14 @@ POSITION_MODULES = re.compile("Rotary|Position|Sinus")
 POSITION_RULE = "create_position_ids_from_input_ids"
 """Name of the function by which RoBERTa and related models number tokens: from padding_idx + 1, padding left out."""
 
-MARK = "armillary_checks_sharding"
-"""Attribute of the wrapper, so that a second registration does not wrap it again."""
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""The registry in which an attention module of transformers looks up the selected implementation."""
 
+OWN_ATTENTION = frozenset({"softmax", "scaled_dot_product_attention"})
+"""Functions by which a module computes attention weights itself."""
 
-def wrap_models(models: Any) -> None:
-    """Makes `transformers.modeling_utils` check every model that selects one of our implementations."""
-    base = models.PreTrainedModel
-    if hasattr(base.get_correct_attn_implementation, MARK):
-        return
-    choose, loss = base.get_correct_attn_implementation, base.loss_function
-
-    @wraps(choose)
-    def check_and_choose(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
-        # Models with other implementations, such as image towers, are not checked.
-        if method_of_implementation(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
-            check_model(type(model), model.config)
-            # Parts with the config of their model (Mamba2Model in Mamba2ForCausalLM) are not asked to choose.
-            for part in model.modules():
-                if isinstance(part, base) and has_sharded_states(type(part)):
-                    route_states(type(part))
-                    hook_once(part, StateHook(check_modules))
-            ropes = [getattr(part, "rope_parameters", None) for part in parts_of(model.config)]
-            if depends_on_last_position(ropes):
-                hook_once(model, give_last_position)
-            hook_once(model, _before_forward)
-            if _check_outputs not in model._forward_hooks.values():
-                model.register_forward_hook(_check_outputs, with_kwargs=True)
-            if repeats_positions(type(model)):
-                hook_once(model, check_image_positions)
-            if computes_loss(type(model)):
-                hook_once(model, _refuse_labels)
-        return choose(model, requested_attention, *args, **kwargs)
-
-    def loss_function(model: Any) -> Callable[..., Any]:
-        function = loss.fget(model)
-        # Only users set `_loss_function`. A user's loss is not checked.
-        unchecked = shards_of(model.config) == 1 or hasattr(model, "_loss_function")
-        return function if unchecked else partial(_checked_loss, function, model)
-
-    setattr(check_and_choose, MARK, True)
-    base.get_correct_attn_implementation = check_and_choose
-    base.loss_function = property(loss_function, loss.fset)
-
-
-def hook_once(model: Any, hook: Any) -> None:
-    """Registers a pre-forward hook, unless the model has this function, or an object of this class, already.
-
-    A model may select an implementation several times.
-    """
-    hooks = model._forward_pre_hooks.values()
-    if not any(other is hook or (type(other) is type(hook) and not isfunction(hook)) for other in hooks):
-        model.register_forward_pre_hook(hook, with_kwargs=True)
+ATTENTION = re.compile("Attention|Attn")
+"""Matches class names of modules that attend. Routers of experts call softmax too."""
 
 
 def check_model(model: type, config: Any) -> None:
@@ -141,34 +134,12 @@ def check_model(model: type, config: Any) -> None:
             f"{model.__name__} carries a state along the sequence, which does not come from other ranks; only models "
             "whose tokens see each other by attention alone can be sharded"
         )
-    if not calls_attention(model):
+    if not _files_use_interface(model):
         raise ValueError(
             f"{model.__name__} computes attention itself, without transformers' attention interface, so only its own "
             'attn_implementation works: keep "eager" or "sdpa", without context parallelism, or name the parts to '
             'shard: attn_implementation={"text_config": ...}'
         )
-
-
-def check_layers_attend(model: nn.Module) -> None:
-    """Checks the layers of a model that has selected our implementation, wholly or in part.
-
-    Raises:
-        ValueError: no layer calls transformers' attention interface or has a state that can be sharded, although
-            transformers has set the implementation, such as that of a part of the config (MPT); a layer of tokens
-            computes attention itself.
-    """
-    modules = list(model.named_modules())
-    # Of an image-text model that computes the attention of images itself, the text part alone has our implementation.
-    if not any(
-        (calls_interface(module) or shards_states(type(module))) and not is_unsharded(innermost_model(model, name)[0])
-        for name, module in modules
-    ):
-        check_model(type(model), getattr(model, "config", None))  # raises with the reason, if it knows one
-        raise ValueError(
-            f"{type(model).__name__} has no layer that calls transformers' attention interface, so nothing of it would "
-            "see other ranks' tokens; only models whose tokens see each other by attention can be sharded"
-        )
-    check_own_attention(model, modules)
 
 
 def check_layers(config: Any, name: str | None = None, *, accept_states: bool) -> set[str]:
@@ -187,6 +158,29 @@ def check_layers(config: Any, name: str | None = None, *, accept_states: bool) -
             "tokens; only models whose tokens see each other by attention alone can be sharded"
         )
     return kinds
+
+
+def check_layers_attend(model: nn.Module) -> None:
+    """Checks the layers of a model that has selected our implementation, wholly or in part.
+
+    Raises:
+        ValueError: no layer calls transformers' attention interface or has a state that can be sharded, although
+            transformers has set the implementation, such as that of a part of the config (MPT); a layer of tokens
+            computes attention itself.
+    """
+    modules = list(model.named_modules())
+    # Of an image-text model that computes the attention of images itself, the text part alone has our implementation.
+    if not any(
+        (INTERFACE in _names_in_forward(module) or shards_states(type(module)))
+        and not is_unsharded(innermost_model(model, name)[0])
+        for name, module in modules
+    ):
+        check_model(type(model), getattr(model, "config", None))  # raises with the reason, if it knows one
+        raise ValueError(
+            f"{type(model).__name__} has no layer that calls transformers' attention interface, so nothing of it would "
+            "see other ranks' tokens; only models whose tokens see each other by attention can be sharded"
+        )
+    check_own_attention(model, modules)
 
 
 def check_modules(model: nn.Module, shards: int = 1) -> None:
@@ -215,20 +209,47 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
                 f"{label} lets tokens see each other without attention, within each shard only; such a model cannot be "
                 "sharded"
             )
-        if shards > 1:
-            _check_sharded(label, module)
+        if shards == 1:
+            continue
+        for setting, use in MIXING_SETTINGS.items():
+            if getattr(module, setting, False) is True:
+                raise ValueError(f"{label} {use}, within each shard only: set {setting}=False in the config")
+        counts_positions = POSITION_MODULES.search(type(module).__name__) is not None
+        if counts_positions and "position_ids" not in signature(module.forward).parameters:
+            raise ValueError(
+                f"{label} takes no position_ids: it counts positions from the first token of each shard; modules that "
+                "take them can be sharded"
+            )
 
 
-def _check_sharded(label: str, module: nn.Module) -> None:
-    """Raises ValueError for a module whose results are wrong if a sequence is on several ranks."""
-    for setting, use in MIXING_SETTINGS.items():
-        if getattr(module, setting, False) is True:
-            raise ValueError(f"{label} {use}, within each shard only: set {setting}=False in the config")
-    if POSITION_MODULES.search(type(module).__name__) and "position_ids" not in signature(module.forward).parameters:
-        raise ValueError(
-            f"{label} takes no position_ids: it counts positions from the first token of each shard; modules that take "
-            "them can be sharded"
-        )
+def check_own_attention(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raises ValueError for a layer of tokens, among the named modules of a model, that computes attention itself."""
+    for name, module in modules:
+        if computes_attention(module) and _is_token_layer(model, name):
+            raise ValueError(
+                f"{type(model).__name__}.{name} ({type(module).__name__}) computes attention itself, without "
+                "transformers' attention interface, so its tokens would see those of their shard only; such a model "
+                "cannot be sharded"
+            )
+
+
+def computes_attention(module: nn.Module) -> bool:
+    """Returns True if a module computes attention without transformers' attention interface."""
+    if isinstance(module, nn.MultiheadAttention):
+        return True
+    if ATTENTION.search(type(module).__name__) is None:
+        return False
+    names = _names_in_forward(module)
+    return INTERFACE not in names and not OWN_ATTENTION.isdisjoint(names)
+
+
+def _is_token_layer(model: nn.Module, name: str) -> bool:
+    """Returns True for a module in a list of layers of a model that takes token ids, not in its image or audio parts.
+
+    Other modules, such as the projector of images, do not see the tokens of a shard.
+    """
+    part, path = innermost_model(model, name)
+    return "input_ids" in signature(part.forward).parameters and any(map(str.isdigit, path))
 
 
 def padding_idx_of(model: nn.Module) -> int | None:
@@ -237,7 +258,20 @@ def padding_idx_of(model: nn.Module) -> int | None:
     Raises:
         ValueError: the model counts position ids by an unknown rule.
     """
-    values = {padding_idx for _, module in sharded_modules(model) if (padding_idx := _padding_idx(module)) is not None}
+    values: set[int] = set()
+    for _, module in sharded_modules(model):
+        forward, padding_idx = unwrap(type(module).forward), getattr(module, "padding_idx", None)
+        calls_rule = POSITION_RULE in getattr(getattr(forward, "__code__", None), "co_names", ())
+        # ESM with rotary embeddings calls the function and does not use its result.
+        is_absolute = getattr(module, "position_embedding_type", "absolute") == "absolute"
+        if padding_idx is None or not calls_rule or not is_absolute:
+            continue
+        # Tries the function on (token, padding, token): a release of transformers may change it and keep its name.
+        rule = getattr(module, POSITION_RULE, None) or forward.__globals__[POSITION_RULE]
+        token = padding_idx + 1
+        if rule(torch.tensor([[token, padding_idx, token]]), padding_idx).tolist() != [[token, padding_idx, token + 1]]:
+            raise ValueError(f"{type(module).__name__}.{POSITION_RULE} does not count tokens from padding_idx + 1")
+        values.add(padding_idx)
     if len(values) > 1:
         raise ValueError(
             f"{type(model).__name__} counts position ids after padding_idx {sorted(values)}; one is needed"
@@ -245,23 +279,11 @@ def padding_idx_of(model: nn.Module) -> int | None:
     return values.pop() if values else None
 
 
-def _padding_idx(module: nn.Module) -> int | None:
-    """Returns padding_idx if a module makes position ids that start at padding_idx + 1, and None if it makes none."""
-    forward, padding_idx = unwrap(type(module).forward), getattr(module, "padding_idx", None)
-    calls_rule = POSITION_RULE in getattr(getattr(forward, "__code__", None), "co_names", ())
-    # ESM with rotary embeddings calls the function and does not use its result.
-    if padding_idx is None or not calls_rule or getattr(module, "position_embedding_type", "absolute") != "absolute":
-        return None
-    # Tries the function on (token, padding, token), because a release of transformers may change it and keep its name.
-    rule = getattr(module, POSITION_RULE, None) or forward.__globals__[POSITION_RULE]
-    token = padding_idx + 1
-    if rule(torch.tensor([[token, padding_idx, token]]), padding_idx).tolist() != [[token, padding_idx, token + 1]]:
-        raise ValueError(f"{type(module).__name__}.{POSITION_RULE} does not count tokens from padding_idx + 1")
-    return padding_idx
+# The code of a model.
 
 
-def calls_attention(model: type) -> bool:
-    """Returns False if the source of a class defines attention without transformers' attention interface."""
+def _files_use_interface(model: type) -> bool:
+    """Returns False if the files of a class define attention without transformers' attention interface."""
     # An attention class in a user's file may inherit from one in transformers, so the files of all bases are read.
     for base in model.__mro__:
         if base.__module__ == "transformers.modeling_utils":
@@ -270,101 +292,48 @@ def calls_attention(model: type) -> bool:
             source = getsource(sys.modules[base.__module__])
         except (KeyError, OSError, TypeError):  # no source, as in a notebook: only the checks at each call remain
             return True
-        if "ALL_ATTENTION_FUNCTIONS" in source or not re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE):
+        if INTERFACE in source or not re.search(r"^class \w*Attention\w*\(", source, re.MULTILINE):
             return True
     return True
 
 
-def computes_loss(model: type) -> bool:
-    """Returns True if a class computes its loss without transformers' loss function, as Whisper's decoder does."""
-    try:
-        source = getsource(unwrap(model.forward))
-    except (OSError, TypeError):
-        return False
-    return "labels" in source and "loss_function" not in source and not scores_row_ends(model)
+def _names_in_forward(module: nn.Module) -> set[str]:
+    """Returns the names in a module's forward and in the functions of its file, or of a user's, that it calls.
 
-
-@compat.never_traced
-def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Pre-forward hook of a model on several ranks: refuses to keep some logits, and finds the ends of scored rows."""
-    method = method_of(model.config)
-    if method is None or method.shards == 1:
-        return
-    keep = kwargs.get("logits_to_keep")
-    if isinstance(keep, Tensor) or keep:
-        refuse_kept_logits(keep, method)
-    if scores_row_ends(type(model)):
-        find_row_ends(method, model, args, kwargs)
-
-
-@compat.never_traced
-def _check_outputs(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook of a model: `check_outputs` on several ranks."""
-    method = method_of(model.config)
-    if method is not None and method.shards > 1:
-        check_outputs(method, model, args, kwargs, output)
-
-
-SHIFTED_LABELS = re.compile(r"labels\[[^\]]*\b1 ?:")
-"""Matches `labels[..., 1:]` in the forward of a model that shifts labels itself."""
-
-
-def predicts_next_token(model: nn.Module) -> bool:
-    """Returns False if the labels of a model are not those of the next tokens: masked LMs, classification of tokens.
-
-    A model without a loss counts as one that predicts the next token. `loss_type` decides, by which transformers
-    selects a model's loss function, or the source of a model that computes its loss itself.
+    A wrapper of forward, set on a class or on one module, is followed to the function that it wraps, and super() to the
+    forwards of all bases.
     """
-    # Wrappers such as PEFT's have no loss of their own.
-    models = (module for module in model.modules() if hasattr(type(module), "get_correct_attn_implementation"))
-    inner: Any = next(models, None)
-    forward = None if inner is None else unwrap(type(inner).forward)
-    code = getattr(forward, "__code__", None)
-    names: tuple[str, ...] = () if code is None else (*code.co_varnames, *code.co_names)
-    if forward is None or "labels" not in names or not any("loss" in name for name in names):
-        return True
-    if computes_loss(type(inner)):
-        return SHIFTED_LABELS.search(getsource(forward)) is not None
-    function = import_module("transformers.loss.loss_utils").LOSS_MAPPING.get(getattr(inner, "loss_type", None))
-    return function is None or "shift_labels" in signature(function).parameters  # None: the loss of the next token
+    forwards = [vars(base).get("forward") for base in type(module).__mro__ if base is not nn.Module]
+    return set(_names([vars(module).get("forward"), *forwards], type(module), set()))
 
 
-def _refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Pre-forward hook that raises ValueError for labels given to a model that `computes_loss`, on several ranks."""
-    if kwargs.get("labels") is not None and shards_of(model.config) > 1:
-        raise ValueError(
-            f"{type(model).__name__} computes its loss itself, as a mean over the labels of this shard alone: do not "
-            "pass labels, and give its logits to cp.loss"
-        )
+def _names(functions: Iterable[Any], owner: type, visited: set[CodeType]) -> Iterator[str]:
+    """Yields the names in functions and in those that they call, by global name or as methods of `owner`."""
+    for function in functions:
+        function = unwrap(function) if callable(function) else function
+        function = getattr(function, "__func__", function)  # of a bound method
+        if not isinstance(function, FunctionType) or function.__code__ in visited:
+            continue
+        visited.add(function.__code__)
+        names = set(_names_in_code(function.__code__))
+        yield from names
+        callees = [getattr(owner, name, None) or function.__globals__.get(name) for name in names]
+        # Functions of libraries serve many models, so they say nothing about this one.
+        own_callees = [
+            callee
+            for callee in callees
+            if isinstance(callee, FunctionType)
+            and (
+                callee.__module__ == function.__module__
+                or str(callee.__module__).split(".")[0] not in ("torch", "transformers")
+            )
+        ]
+        yield from _names(own_callees, owner, visited)
 
 
-ROUTER_LOSS_ERROR = (
-    "output_router_logits=True: the routers' auxiliary loss is not linear in the tokens, so losses of shards do not "
-    "add up to that of the sequence; set it to False (router_aux_loss_coef=0.0 in TRL's config)"
-)
-
-
-def _checked_loss(function: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a model's own loss, if the losses of shards add up to the loss of the sequence.
-
-    Raises:
-        ValueError: labels that the model would shift within the shard, a mean over the shard's labels alone, a loss
-            that does not predict the next token, or an auxiliary loss, which is not a sum over tokens.
-    """
-    if scores_row_ends(type(model)):
-        return function(*args, **kwargs)  # from scores and labels of whole rows
-    if "shift_labels" not in signature(function).parameters:
-        raise ValueError(
-            f"{getattr(function, '__name__', function)} takes no shift_labels: a shard has labels only for a loss of "
-            "the next token"
-        )
-    missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
-    if missing:
-        raise ValueError(
-            f"the loss of a shard needs {' and '.join(missing)}: labels are shifted before they are sharded, and the "
-            "sum of losses is divided by the count of all ranks. `cp.shard(ids).inputs` has both"
-        )
-    if any(getattr(part, "output_router_logits", False) for part in parts_of(model.config)):
-        raise ValueError(ROUTER_LOSS_ERROR)
-    setattr(model, LOSS_CHECKED, True)
-    return function(*args, **kwargs)
+def _names_in_code(code: CodeType) -> Iterator[str]:
+    """Yields the global and attribute names in a code object and in the functions defined inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in_code(constant)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from armillary.attention.parts import find_axes, gather_integers, in_backward
 from armillary.core.parts import compat
-from armillary.integrations.transformers.interface import method_of, sharded_modules, shards_of
+from armillary.integrations.transformers.models import is_model, method_of, sharded_modules, shards_of
 
 REPEATS_POSITIONS = re.compile(r"position_ids\.(ndim|dim\(\)) == 2")
 """Matches the source of a forward that repeats position ids [B, T] for each axis."""
@@ -90,8 +90,7 @@ def _outer_calls() -> Iterator[dict[str, Any]]:
     while frame is not None:
         code, variables = frame.f_code, frame.f_locals
         parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-        is_model = hasattr(type(variables.get("self")), "get_correct_attn_implementation")
-        if is_model and "input_ids" in parameters:
+        if is_model(variables.get("self")) and "input_ids" in parameters:
             yield {name: variables.get(name) for name in (*parameters, "kwargs") if name in variables}
         frame = frame.f_back
 

@@ -14,19 +14,16 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from importlib import import_module
-from inspect import Parameter, signature, unwrap
+from inspect import signature, unwrap
 from typing import Any, NamedTuple
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import SequenceContext, TensorCache, current_sequence, gather_integers, sequence_axis
+from armillary.attention import AttentionMask
+from armillary.attention.parts import current_sequence
 from armillary.core import Axis, SequenceLayout, short_convolution
-from armillary.core.parts import compat
-from armillary.integrations.transformers.interface import method_of
 from armillary.states import gated_delta_rule, ssd
 
 OPTION = "armillary_sequence"
@@ -196,60 +193,3 @@ def _route(original: Callable[..., Any], replacement: Callable[..., Any] | None)
 
     setattr(call, OPTION, True)  # marks the function as replaced
     return call
-
-
-@cache
-def _takes_options(model: type) -> bool:
-    """Returns True if the forward of a class takes any keyword."""
-    return any(x.kind is Parameter.VAR_KEYWORD for x in signature(model.forward).parameters.values())
-
-
-class StateHook:
-    """Pre-forward hook of a model: adds the option `OPTION`, a `StateSequence`, for its layers with a state.
-
-    Args:
-        check_modules: called once per model, with the model and the number of shards; raises ValueError for modules
-            that cannot be sharded.
-    """
-
-    def __init__(self, check_modules: Callable[[nn.Module, int], None]) -> None:
-        self.check_modules = check_modules
-        self.checked_models: WeakSet[nn.Module] = WeakSet()
-        self.checked_positions = TensorCache()
-
-    @compat.never_traced  # it communicates
-    def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A submodel has this hook too. The outer model may have passed it the option of its own hook already. On one
-        # rank, outside of `sequence`, the original functions run.
-        method = method_of(model.config)
-        if method is None or OPTION in kwargs or (current_sequence() is None and method.shards == 1):
-            return None
-        if model not in self.checked_models:
-            self.check_modules(model, method.shards)
-            self.checked_models.add(model)
-        tokens = next(x for x in (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if x is not None)
-        context = current_sequence() or SequenceContext()
-        layout = context.layout_for(method, tokens.shape[1])
-        mask = context.mask
-        if mask is None and context.documents is not None:
-            mask = AttentionMask(documents=context.documents)
-        if mask is None and kwargs.get("position_ids") is not None:
-            ids = kwargs["position_ids"]
-            self.checked_positions.get(ids, layout, lambda: _check_positions(method, layout, ids))
-        if not _takes_options(type(model)):  # the hooks of its submodels add the option
-            return None
-        return args, {**kwargs, OPTION: StateSequence(layout, sequence_axis(method), mask)}
-
-
-def _check_positions(method: Method, layout: SequenceLayout, position_ids: Tensor) -> None:
-    """Raises ValueError on every rank unless position ids are those of one document that starts at 0.
-
-    Only attention finds documents in position ids.
-    """
-    expected = layout.positions(method.shard).to(position_ids.device)
-    differs = not bool((position_ids.reshape(-1, len(expected)) == expected).all())
-    if any(flag for (flag,) in gather_integers([[int(differs)]], method)):
-        raise ValueError(
-            "position_ids are not those of one document from position 0 on, and layers with a state do not take "
-            "documents from them: give documents= to cp.shard or to `sequence`"
-        )

@@ -1,0 +1,330 @@
+"""Losses and outputs of a model of transformers on a shard of the sequence.
+
+- The loss that a model computes from a shard's labels is right as a sum over tokens, divided by the number of labels on
+  all ranks: `checked_loss` refuses other losses.
+- Outputs with one value per row, such as a reward or a class: a head that takes one token, or the mean of tokens, takes
+  it from its shard, and each rank returns something else. `score_row_ends` makes scores of a row's last token right on
+  every rank; `check_outputs` refuses all other such outputs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import is_dataclass
+from importlib import import_module
+from inspect import getsource, signature, unwrap
+from types import CodeType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from armillary.attention import Method
+from armillary.attention.parts import current_sequence, gather_integers, method_axes, over_all_ranks, sum_over_axes
+from armillary.core import SequenceLayout
+from armillary.core.parts import compat
+from armillary.integrations.transformers.models import is_model, method_of, parts_of, shards_of
+
+# Losses.
+
+SHIFTED_LABELS = re.compile(r"labels\[[^\]]*\b1 ?:")
+"""Matches `labels[..., 1:]` in the forward of a model that shifts labels itself."""
+
+LOSS_CHECKED = "armillary_loss_checked"
+"""Attribute of a model whose loss function was called since its last forward, by `checked_loss`."""
+
+ROUTER_LOSS_ERROR = (
+    "output_router_logits=True: the routers' auxiliary loss is not linear in the tokens, so losses of shards do not "
+    "add up to that of the sequence; set it to False (router_aux_loss_coef=0.0 in TRL's config)"
+)
+
+
+def computes_loss(model: type) -> bool:
+    """Returns True if a class computes its loss without transformers' loss function, as Whisper's decoder does."""
+    try:
+        source = getsource(unwrap(model.forward))
+    except (OSError, TypeError):
+        return False
+    return "labels" in source and "loss_function" not in source and not scores_row_ends(model)
+
+
+def predicts_next_token(model: nn.Module) -> bool:
+    """Returns False if the labels of a model are not those of the next tokens: masked LMs, classification of tokens.
+
+    A model without a loss counts as one that predicts the next token. `loss_type` decides, by which transformers
+    selects a model's loss function, or the source of a model that computes its loss itself.
+    """
+    # Wrappers such as PEFT's have no loss of their own.
+    inner: Any = next(filter(is_model, model.modules()), None)
+    forward = None if inner is None else unwrap(type(inner).forward)
+    code = getattr(forward, "__code__", None)
+    names: tuple[str, ...] = () if code is None else (*code.co_varnames, *code.co_names)
+    if forward is None or "labels" not in names or not any("loss" in name for name in names):
+        return True
+    if computes_loss(type(inner)):
+        return SHIFTED_LABELS.search(getsource(forward)) is not None
+    function = import_module("transformers.loss.loss_utils").LOSS_MAPPING.get(getattr(inner, "loss_type", None))
+    return function is None or "shift_labels" in signature(function).parameters  # None: the loss of the next token
+
+
+def refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pre-forward hook that raises ValueError for labels given to a model that `computes_loss`, on several ranks."""
+    if kwargs.get("labels") is not None and shards_of(model.config) > 1:
+        raise ValueError(
+            f"{type(model).__name__} computes its loss itself, as a mean over the labels of this shard alone: do not "
+            "pass labels, and give its logits to cp.loss"
+        )
+
+
+def checked_loss(function: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a model's own loss, if the losses of shards add up to the loss of the sequence.
+
+    Raises:
+        ValueError: labels that the model would shift within the shard, a mean over the shard's labels alone, a loss
+            that does not predict the next token, or an auxiliary loss, which is not a sum over tokens.
+    """
+    if scores_row_ends(type(model)):
+        return function(*args, **kwargs)  # from scores and labels of whole rows
+    if "shift_labels" not in signature(function).parameters:
+        raise ValueError(
+            f"{getattr(function, '__name__', function)} takes no shift_labels: a shard has labels only for a loss of "
+            "the next token"
+        )
+    missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"the loss of a shard needs {' and '.join(missing)}: labels are shifted before they are sharded, and the "
+            "sum of losses is divided by the count of all ranks. `cp.shard(ids).inputs` has both"
+        )
+    if any(getattr(part, "output_router_logits", False) for part in parts_of(model.config)):
+        raise ValueError(ROUTER_LOSS_ERROR)
+    setattr(model, LOSS_CHECKED, True)
+    return function(*args, **kwargs)
+
+
+# Scores of a row's last token.
+
+LAST_TOKEN = "last_non_pad_token"
+"""Variable of transformers' sequence classifiers: the index of the last token of each row that is no padding."""
+
+ROW_ENDS = "armillary_row_ends"
+"""Attribute of a classifier's head during a forward: the `RowEnds`. The head keeps its hook when it is copied."""
+
+
+class RowEnds(NamedTuple):
+    """The last token of each row that is no padding.
+
+    Args:
+        method: the attention method.
+        indices: [B], local index of the row's last token on the rank that has it; 0 on others.
+        is_local: bool [B], True on the rank that has the row's last token.
+        model: the classifier.
+    """
+
+    method: Method
+    indices: Tensor
+    is_local: Tensor
+    model: nn.Module
+
+
+def scores_row_ends(model: type) -> bool:
+    """Returns True if a class of models scores all tokens and returns the score of each row's last one."""
+    return _forward_of_classifier(model) is not None
+
+
+def _forward_of_classifier(model: type) -> CodeType | None:
+    """Returns the code of the forward that picks each row's last token, which a class may inherit; None without one."""
+    forwards = (unwrap(vars(base)["forward"]) for base in model.__mro__ if "forward" in vars(base))
+    codes = (forward.__code__ for forward in forwards if hasattr(forward, "__code__"))
+    return next((code for code in codes if LAST_TOKEN in code.co_varnames), None)
+
+
+@compat.never_traced  # it communicates
+def find_row_ends(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pre-forward hook of a model on several ranks: tells a classifier's head where each row ends.
+
+    Bytes sent: for a classifier, a `gather_integers` of B integers. Every rank of the method must call it.
+
+    Raises:
+        ValueError: logits_to_keep, which a model would apply to the tokens of its shard; of a classifier, labels of
+            tokens; on every rank, a shard without tokens, or several modules that may be the head.
+    """
+    method = method_of(model.config)
+    if method is None or method.shards == 1:
+        return
+    keep = kwargs.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        layout = _current_layout(method)
+        counts = None if layout is None else (layout.sizes[method.shard], layout.length)
+        tokens = " " if counts is None else f" {counts[0]} tokens of this shard, not the {counts[1]} "
+        raise ValueError(
+            f"logits_to_keep={keep} would select from the{tokens}of the sequence: leave it out, and select from "
+            "batch.gather(logits)"
+        )
+    code = _forward_of_classifier(type(model))
+    if code is None:
+        return
+    if kwargs.get("shift_labels") is not None:
+        raise ValueError(
+            f"{type(model).__name__} was given labels {list(kwargs['shift_labels'].shape)} of tokens; it takes one per "
+            "row: after cp.prepare(model), model(**batch.inputs, labels=labels). Its loss is then that of whole rows "
+            "on every rank: call backward on it, without cp.loss"
+        )
+    layout = _current_layout(method)
+    if layout is None:  # attention will raise
+        return
+    if not min(layout.sizes):
+        raise ValueError(
+            f"{layout} has shards without tokens, which {type(model).__name__} cannot score: use less ranks"
+        )
+    # 1. The last token of each row. As in transformers: the last one whose id is not that of padding, or the last of
+    # all if there is no such id.
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    inputs = kwargs["inputs_embeds"] if ids is None else ids
+    positions = layout.positions(method.shard).to(inputs.device)
+    padding: int | None = model.config.get_text_config().pad_token_id
+    ends = torch.full((len(inputs),), layout.length - 1, device=inputs.device)
+    if padding is not None and ids is not None:
+        local_ends = torch.where(ids != padding, positions, 0).amax(1)
+        ends = torch.tensor(gather_integers([local_ends.tolist()], method), device=ids.device).amax(0)
+    matches = positions == ends[:, None]
+    # 2. The head: the module of the classifier's forward that scores tokens.
+    label_count: int = model.config.num_labels
+    modules = [getattr(model, name, None) for name in code.co_names]
+    heads: list[Any] = [module for module in modules if getattr(module, "out_features", None) == label_count]
+    if len(heads) != 1:
+        raise ValueError(
+            f"{type(model).__name__} has {len(heads)} modules with {label_count} outputs (num_labels), not one"
+        )
+    setattr(heads[0], ROW_ENDS, RowEnds(method, matches.int().argmax(1), matches.any(1), model))
+    if score_row_ends not in heads[0]._forward_hooks.values():
+        heads[0].register_forward_hook(score_row_ends)
+
+
+def score_row_ends(head: nn.Module, args: tuple[Any, ...], scores: Tensor) -> Tensor:
+    """Forward hook of a classifier's head: gives every token [B, T, labels] the score of its row's last token.
+
+    Whichever token of its shard the model then picks, it gets the right score. Gradients are multiplied by the number
+    of ranks that share a row, for FSDP2, DDP or `ContextParallel.reduce_gradients` to average.
+
+    Bytes sent: an `all_reduce` of [B, labels] on each axis of the method, in forward and in backward.
+
+    Raises:
+        ValueError: on every rank, before the sum: FSDP2 or DDP averages gradients over other ranks, as `cp.loss` says.
+    """
+    ends: RowEnds | None = vars(head).pop(ROW_ENDS, None)
+    if ends is None:
+        return scores
+    context = current_sequence()
+    if context is not None:  # the model's loss of these scores needs no `cp.loss`, which would check the average
+        context.check_averaging(scores, ends.method, ends.model)
+    local = scores[torch.arange(len(scores), device=scores.device), ends.indices]
+    local = local.masked_fill(~ends.is_local[:, None], 0)
+    return sum_over_axes(local, method_axes(ends.method))[:, None].expand_as(scores)
+
+
+# Outputs.
+
+
+@compat.never_traced  # it communicates
+def check_outputs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    """Forward hook of a model on several ranks: refuses outputs that are this rank's alone.
+
+    An output is right if it has one value per token of this shard, if it is a loss that `checked_loss` has checked, or
+    if it does not depend on tokens, such as the features of whole images: then ranks have the same one.
+
+    Bytes sent, if the model was given images or other features and returns such outputs: a `gather_integers` of three
+    integers for each.
+
+    Raises:
+        ValueError: on every rank, with the output's name; FSDP2 or DDP averages gradients of scores over other ranks.
+    """
+    method, context = method_of(model.config), current_sequence()
+    if method is None or method.shards == 1:
+        return
+    layout, loss_checked = _current_layout(method), vars(model).pop(LOSS_CHECKED, False)
+    if context is None or layout is None:
+        return
+    tokens, name = layout.sizes[method.shard], type(model).__name__
+    inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    candidates = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *inputs)
+    row_count = next((len(x) for x in candidates if x is not None), 0)
+    # TRL's fused head replaces the forward of an instance and computes the loss from shifted labels.
+    loss_is_users = hasattr(model, "_loss_function") or "forward" in vars(model)
+    # Scores of rows and their loss are those of whole rows on every rank.
+    right_shapes = [(), (row_count, model.config.num_labels)] if scores_row_ends(type(model)) else []
+    rows: dict[str, Tensor] = {}
+    for path, x in _tensors("", output):
+        if tuple(x.shape) in right_shapes:
+            context.check_averaging(x, method, model)  # again, because a compiled model did not check its scores
+            continue
+        if x.ndim == 0 and x.is_floating_point():
+            if not (loss_checked or loss_is_users):
+                raise ValueError(
+                    f"{name} returns {path}, a number that it computes itself from the {tokens} tokens of this shard: "
+                    "leave out the labels that it is computed from, and compute the loss from the model's outputs"
+                )
+        elif not _has_tokens(x, row_count, tokens) or _is_per_row(model, output, path, x):
+            rows[path] = x
+    # Without images or other features, floating-point outputs depend on tokens, even if they are equal in this step.
+    has_features = any(x.is_floating_point() and tuple(x.shape[1:2]) != (tokens,) for x in inputs)
+    wrong = [path for path, x in rows.items() if x.is_floating_point() and not has_features]
+    if rows and not wrong:
+        wrong = _differing_outputs(rows, method)
+    if wrong:
+        raise ValueError(
+            f"{name} returns {wrong[0]} {list(rows[wrong[0]].shape)} for {tokens} of the {layout.length} tokens of a "
+            "row, so ranks that share a row return different ones: use outputs of tokens [B, T, ...] (batch.gather "
+            "gathers them), a *ForSequenceClassification that scores the last token, or add_pooling_layer=False; if "
+            "the model has no such option, leave the output out in a forward hook (register_forward_hook(..., "
+            "prepend=True))"
+        )
+
+
+def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a model's output with their names, such as "logits" or "hidden_states[0]"."""
+    if isinstance(value, Tensor):
+        yield path or "output", value
+    elif isinstance(value, Mapping | SimpleNamespace) or is_dataclass(value):
+        items: Mapping[str, Any] = value if isinstance(value, Mapping) else vars(value)
+        for name, item in items.items():
+            yield from _tensors(f"{path}.{name}" if path else str(name), item)
+    elif isinstance(value, tuple | list):
+        for i, item in enumerate(value):
+            yield from _tensors(f"{path or 'output'}[{i}]", item)
+
+
+def _has_tokens(x: Tensor, rows: int, tokens: int) -> bool:
+    """Returns True for [B, T, ...], and for [B T, n], as routers return."""
+    return (x.ndim > 1 and x.shape[1] == tokens) or (x.ndim == 2 and tokens > 1 and x.shape[0] == rows * tokens)
+
+
+def _is_per_row(model: nn.Module, output: Any, path: str, x: Tensor) -> bool:
+    """Returns True for an output [B, n] that transformers declares as one of rows, though n is the number of tokens."""
+    if x.ndim != 2 or path not in (getattr(output, "keys", tuple)()):
+        return False
+    is_width = any(x.shape[1] in parameter.shape for parameter in model.parameters())
+    shape = re.search(rf"\b{path} \(.*of shape `\(([^)]*)\)", type(output).__doc__ or "")
+    return is_width and shape is not None and "seq" not in shape[1]
+
+
+def _differing_outputs(rows: Mapping[str, Tensor], method: Method) -> list[str]:
+    """Returns the names of outputs that differ between ranks by more than rounding does, the same on every rank."""
+    # Ranks compare two weighted sums of each tensor and its norm, float64 as integers.
+    fingerprints: list[int] = []
+    for x in rows.values():
+        values = x.detach().flatten().double().nan_to_num().cpu()
+        index = torch.arange(1, len(values) + 1, dtype=torch.float64)
+        numbers = torch.stack([values @ index.cos(), values @ (index * 2**0.5).sin(), values.norm()])
+        fingerprints += numbers.view(torch.int64).tolist()
+    lines = torch.tensor(gather_integers([fingerprints], method)).view(torch.float64).view(-1, len(rows), 3)
+    sums, norms = lines[..., :2], lines[..., 2]
+    differ = (sums - sums[0]).abs().amax((0, 2)) > 0.01 * norms.amax(0)
+    return [path for path, is_wrong in zip(rows, differ.tolist(), strict=True) if is_wrong]
+
+
+def _current_layout(method: Method) -> SequenceLayout | None:
+    """Returns the layout of the `sequence` block around the call over all ranks of a method; None without a block."""
+    context = current_sequence()
+    return None if context is None or context.layout is None else over_all_ranks(context.layout, method)
