@@ -1,7 +1,8 @@
 """`prepare_diffusers`: shards the tokens of a diffusers transformer inside its forward.
 
 Callers pass whole tensors and get the whole output. Hooks on the modules of a `Plan` shard the arguments and results of
-the first modules, route attention, and gather the output.
+the first modules, route attention, and gather the output. A model is checked when it is prepared and again, with its
+arguments, at each call.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from torch import Tensor, nn
 
 from armillary.attention import ContextParallel, Method
 from armillary.attention.parts import unbound
-from armillary.core.parts import check_tensor
-from armillary.integrations.diffusers.checks import (
-    MARK,
-    check_equal_over_ranks,
-    check_model,
-    check_modules,
-    check_options,
-    check_processor,
-    check_unchanged,
-    trained_parameters,
-)
-from armillary.integrations.diffusers.plans import Plan, Split, changed_modules, find_modules
+from armillary.core.parts import check_tensor, compat
 from armillary.integrations.diffusers.streams import (
     KEEPS_STREAMS,
     ForwardState,
     JointRouting,
+    Plan,
+    Split,
     Streams,
+    changed_modules,
+    find_modules,
     keep_streams,
 )
+from armillary.integrations.inputs import unequal_values
 
 Hook = Callable[..., Any]
+
+MARK = "armillary_sharded"
+"""Attribute of every module that `prepare_diffusers` changed. A copy of the model has it too."""
+
+HARMLESS = ("group_offloading", "layerwise_casting")
+"""Modules of diffusers.hooks whose hooks do not read activations."""
 
 
 def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = True) -> None:
@@ -80,7 +81,7 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
             arguments that differ between ranks; a block that runs outside of the model's forward.
     """
     plan, state = Plan.of(model), ForwardState(cp.method)
-    check_model(model, plan)
+    _check_model(model, plan)
     # Arguments of the model itself (the empty pattern) are sharded by `_wrap_forward`.
     for pattern, splits in plan.arguments.items():
         for _, module in find_modules(model, pattern) if pattern else []:
@@ -108,31 +109,43 @@ def _wrap_forward(model: nn.Module, plan: Plan, state: ForwardState, compare: bo
     changed_names = [name for name, _ in changed_modules(model, plan)]
 
     @torch.compiler.disable
-    def check_and_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Streams, Any, Any]:
+    def check_and_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Streams, Any]:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        check_unchanged(module, changed_names)
-        check_modules(module)
-        check_options(arguments.get(plan.options), plan)
+        # 1. The modules are those that were prepared, and read no tokens in other ways.
+        for name in changed_names:
+            if not hasattr(module.get_submodule(name), MARK):
+                raise ValueError(f"{name} was replaced after cp.prepare; add adapters before it")
+        _check_modules(module)
+        if unsupported := sorted(set(arguments.get(plan.options) or ()) - {"scale"}):
+            raise ValueError(f"{plan.options} has {', '.join(unsupported)}; only LoRA's scale is supported on shards")
+        # 2. Ranks have the same arguments, and the same replicated parameters that are trained, such as adapters, which
+        # each rank may initialize differently. Once is enough for these: equal gradients keep them equal.
         if compare:
-            weights = {} if state.compared_weights else trained_parameters(module)
-            check_equal_over_ranks({**arguments, **weights}, state.method)
-        state.compared_weights = True  # once is enough: equal gradients keep weights equal
+            parameters = [] if state.compared_weights else module.named_parameters()
+            weights = {name: p for name, p in parameters if p.requires_grad and not compat.is_dtensor(p)}
+            if unequal := sorted(unequal_values({**arguments, **weights}, state.method)):
+                raise ValueError(
+                    f"{', '.join(unequal)}: not the same on all {state.method.shards} ranks, which share each image. "
+                    "Give every rank the same batch, noise, timesteps and weights, drawn with one seed or broadcast"
+                )
+        state.compared_weights = True
+        # 3. The streams, and this rank's pieces of the arguments.
         streams = _make_streams(module, arguments, plan, state.method)
-        # diffusers may set its checkpointing function at any time before the call.
+        arguments = _sharded(arguments, plan.arguments.get("", {}), streams)
+        if plan.text_mask and plan.text_mask in arguments:
+            arguments[plan.text_mask] = None  # padding is in the documents of the streams
+        # 4. diffusers may set its checkpointing function at any time before the call.
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None and not hasattr(checkpoint, KEEPS_STREAMS):
             module._gradient_checkpointing_func = keep_streams(checkpoint, state)  # pyright: ignore[reportArgumentType]
-        changes = {name: _shard_function(split, streams) for name, split in plan.arguments.get("", {}).items()}
-        if plan.text_mask:
-            changes[plan.text_mask] = lambda _: None  # padding is in the documents of the streams
-        return streams, *_change_arguments(names, args, kwargs, changes)
+        return streams, arguments
 
     @wraps(forward)
     def forward_on_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # pyright does not know that `disable` keeps the signature.
-        streams, args, kwargs = check_and_shard(module, args, kwargs)  # pyright: ignore[reportCallIssue]
+        streams, arguments = check_and_shard(module, args, kwargs)  # pyright: ignore[reportCallIssue]
         with state.running(streams):
-            return forward(module, *args, **kwargs)
+            return forward(module, **arguments)
 
     model.forward = MethodType(torch.compiler.disable(forward_on_shards, recursive=False), model)
 
@@ -152,8 +165,17 @@ def _make_streams(model: Any, arguments: Mapping[str, Any], plan: Plan, method: 
     return Streams(method, tokens, text.shape[1], plan.attention.values(), mask)
 
 
-def _shard_function(split: Split, streams: Streams) -> Callable[[Any], Any]:
-    return lambda value: streams.take(split, value)
+def _parameter_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the parameters of a module's forward."""
+    return tuple(signature(type(module).forward).parameters)[1:]
+
+
+def _sharded(arguments: dict[str, Any], splits: Mapping[str, Split], streams: Streams) -> dict[str, Any]:
+    """Returns the arguments of a call, with this rank's pieces of those that have a split."""
+    return {name: streams.take(splits[name], x) if name in splits else x for name, x in arguments.items()}
+
+
+# Hooks are functions and not objects, because a copy of a model must share the state with its copied forward.
 
 
 def _shard_arguments_hook(module: nn.Module, splits: Mapping[str, Split], state: ForwardState) -> Hook:
@@ -161,9 +183,7 @@ def _shard_arguments_hook(module: nn.Module, splits: Mapping[str, Split], state:
     names = _parameter_names(module)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        streams = state.streams()
-        changes = {name: _shard_function(split, streams) for name, split in splits.items()}
-        return _change_arguments(names, args, kwargs, changes)
+        return (), _sharded({**dict(zip(names, args, strict=False)), **kwargs}, splits, state.streams())
 
     return hook
 
@@ -195,7 +215,7 @@ def _route_attention(name: str, module: Any, routing: JointRouting, plan: Plan) 
 
     @wraps(forward)
     def forward_on_shards(module: Any, *args: Any, **kwargs: Any) -> Any:
-        check_processor(name, module, plan)
+        _check_processor(name, module, plan)
         routing.used, routing.unrouted = False, ""
         with routing:
             out = forward(module, *args, **kwargs)
@@ -206,19 +226,47 @@ def _route_attention(name: str, module: Any, routing: JointRouting, plan: Plan) 
     module.forward = MethodType(forward_on_shards, module)
 
 
-def _parameter_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the parameters of a module's forward."""
-    return tuple(signature(type(module).forward).parameters)[1:]
+def _check_model(model: nn.Module, plan: Plan) -> None:
+    """Raises ValueError for a model that is prepared already, or has attention outside of its plan."""
+    kind = type(model).__name__
+    if hasattr(model, MARK):
+        raise ValueError(f"this {kind} is prepared already; call cp.prepare once")
+    routed = {name: module for pattern in plan.attention for name, module in find_modules(model, pattern)}
+    supported = routed.keys() | {name for pattern in plan.whole_keys for name, _ in find_modules(model, pattern)}
+    # Attention outside of the plan would attend to this rank's tokens alone.
+    if unknown := sorted({name for name, x in model.named_modules() if hasattr(x, "get_processor")} - supported):
+        patterns = ", ".join((*plan.attention, *plan.whole_keys))
+        raise ValueError(f"{kind} has attention of an unknown kind, {unknown[0]}; {patterns} are supported")
+    for name, module in routed.items():
+        _check_processor(name, module, plan)
+    _check_modules(model)
 
 
-def _change_arguments(
-    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], changes: Mapping[str, Callable[[Any], Any]]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call. Each function in `changes` is applied to the argument of its name, if passed."""
-    positional, kwargs = list(args), dict(kwargs)
-    for name, change in changes.items():
-        if name in kwargs:
-            kwargs[name] = change(kwargs[name])
-        elif (index := names.index(name)) < len(args):
-            positional[index] = change(args[index])
-    return tuple(positional), kwargs
+def _check_processor(name: str, module: Any, plan: Plan) -> None:
+    """Raises ValueError for processors that may attend to more than the tokens of their streams."""
+    processor = type(module.processor)
+    if processor.__name__ not in plan.processors or not processor.__module__.startswith("diffusers."):
+        raise ValueError(
+            f"{name} has the processor {processor.__name__}, which may add keys of its own; set "
+            f"{' or '.join(plan.processors)}, without IP-Adapters"
+        )
+
+
+def _check_modules(model: nn.Module) -> None:
+    """Raises ValueError for dropout in training, diffusers' own parallelism, and hooks that may read local tokens."""
+    if getattr(model, "_parallel_config", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} is under diffusers' enable_parallelism too, which shards it a second time; remove "
+            "that call"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.training and module.p:
+            raise ValueError(f"{name} has dropout {module.p}, which draws other numbers on each rank; set p=0")
+        # Caches compare activations between steps, and would skip blocks on some ranks only.
+        registry = getattr(module, "_diffusers_hook", None)
+        for hook in registry.hooks.values() if registry is not None else ():
+            if type(hook).__module__.rsplit(".", 1)[-1] not in HARMLESS:
+                raise ValueError(
+                    f"{type(hook).__name__} on {name or type(model).__name__} may decide by the tokens of one rank; "
+                    f"remove it (disable_cache()): of diffusers' hooks, {' and '.join(HARMLESS)} are supported"
+                )
