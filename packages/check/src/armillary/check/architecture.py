@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from inspect import unwrap
@@ -98,10 +98,6 @@ class Architecture:
     ring: int = 1
     ulysses: int = 1
 
-    @property
-    def is_causal_lm(self) -> bool:
-        return model_class(self.config).__name__ == "AutoModelForCausalLM"
-
 
 class InFloat64(TorchFunctionMode):
     """Mode that ignores a model's casts from float64 to float32, so that rounding does not hide errors of shards."""
@@ -155,16 +151,15 @@ def _leave_out_pooled(model: nn.Module, args: tuple[Any, ...], output: Any) -> A
 
 def one_rank(architecture: Architecture) -> tuple[nn.Module, Any]:
     """Returns the model and its step on one rank: eager attention, one forward pass per document."""
-    return new_model(architecture), one_rank_step
 
+    def step(model: nn.Module, batch: CheckBatch) -> StepOutput:
+        ends = batch.documents or (0, batch.ids.shape[1])
+        logits = torch.cat([_logits(model(batch.ids[:, a:b], **_cache_option(model))) for a, b in pairwise(ends)], 1)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.shifted_labels.flatten())
+        loss.backward()
+        return StepOutput(loss, logits=logits)
 
-def one_rank_step(model: nn.Module, batch: CheckBatch) -> StepOutput:
-    """Runs one forward pass per document, and one backward pass from the mean loss over all labels."""
-    ends = batch.documents or (0, batch.ids.shape[1])
-    logits = torch.cat([_logits(model(batch.ids[:, a:b], **_cache_option(model))) for a, b in pairwise(ends)], 1)
-    loss = F.cross_entropy(logits.flatten(0, 1), batch.shifted_labels.flatten())
-    loss.backward()
-    return StepOutput(loss, logits=logits)
+    return new_model(architecture), step
 
 
 def on_shards(architecture: Architecture) -> tuple[nn.Module, Any, Any]:
@@ -172,21 +167,18 @@ def on_shards(architecture: Architecture) -> tuple[nn.Module, Any, Any]:
     device_mesh = mesh(ring=architecture.ring, ulysses=architecture.ulysses)
     attend = build_attention(architecture.method, device_mesh)
     cp = ContextParallel(attend, device_mesh)
-    model = cp.prepare(new_model(architecture))
-    return model, partial(sharded_step, cp, attend.shard, architecture.is_causal_lm), cp.reduce_gradients
+    is_causal_lm = model_class(architecture.config).__name__ == "AutoModelForCausalLM"
 
+    def step(model: nn.Module, batch: CheckBatch) -> StepOutput:
+        # The check's loss is of the next token, whatever the model's own is.
+        with cp.shard(batch.ids, shift_labels=batch.shifted_labels, documents=batch.documents) as shard:
+            inputs = shard.inputs if is_causal_lm else {"input_ids": shard.ids, "position_ids": shard.position_ids}
+            output = model(**inputs, **_cache_option(model))
+            loss = cp.loss(output.loss if is_causal_lm else _logits(output), shard)
+        loss.backward()
+        return StepOutput(loss, shard.layout.positions(attend.shard), _logits(output))
 
-def sharded_step(
-    cp: ContextParallel, shard_index: int, is_causal_lm: bool, model: nn.Module, batch: CheckBatch
-) -> StepOutput:
-    """Runs forward and backward on this rank's shard; the loss is that of the whole batch."""
-    # The check's loss is of the next token, whatever the model's own is.
-    with cp.shard(batch.ids, shift_labels=batch.shifted_labels, documents=batch.documents) as shard:
-        inputs = shard.inputs if is_causal_lm else {"input_ids": shard.ids, "position_ids": shard.position_ids}
-        output = model(**inputs, **_cache_option(model))
-        loss = cp.loss(output.loss if is_causal_lm else _logits(output), shard)
-    loss.backward()
-    return StepOutput(loss, shard.layout.positions(shard_index), _logits(output))
+    return cp.prepare(new_model(architecture)), step, cp.reduce_gradients
 
 
 def _cache_option(model: Any) -> dict[str, Any]:
@@ -217,6 +209,12 @@ class SelectionMode(TorchFunctionMode):
         self.running: list[type] = []
         self.selecting: set[type] = set()
 
+    def start(self, module: nn.Module, _: Any) -> None:
+        self.running.append(type(module))
+
+    def stop(self, *_: Any) -> None:
+        self.running.pop()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.running and func in (torch.topk, torch.Tensor.topk):
@@ -239,17 +237,25 @@ def check_mechanisms(config: Any, tokens: int, *, every_mechanism: bool) -> None
         NotJudged: a class is not built, or its selection keeps all keys of the sequence.
     """
     model = new_model(Architecture(config))
+    # 1. The classes are built.
     built = {type(module) for module in model.modules()}
-    required = set(_mechanisms(type(model))) if every_mechanism else set(filter(_is_mechanism, built))
+    classes = vars(sys.modules[type(model).__module__]).values() if every_mechanism else built
+    required = {x for x in classes if isinstance(x, type) and issubclass(x, nn.Module) and _is_mechanism(x)}
     if missing := required - built:
         raise NotJudged(
             f"no layer of the default {config.model_type} has {_names(missing)}, so this part of the architecture was "
             "not checked: give a config.json whose layers have it"
         )
-    selections = {layer for layer in required if _selects(layer)}
-    if not selections:
-        return
-    if idle := selections - _selecting_classes(model, selections, tokens):
+    # 2. Modules that select keys keep fewer entries than there are, in a forward pass of the model.
+    selections, mode = {layer for layer in required if _selects(layer)}, SelectionMode()
+    for module in model.modules():
+        if type(module) in selections:
+            module.register_forward_pre_hook(mode.start)
+            module.register_forward_hook(mode.stop)
+    if selections:
+        with torch.no_grad(), mode:
+            model.eval()(torch.randint(3, VOCABULARY, (1, tokens)), use_cache=False)
+    if idle := selections - mode.selecting:
         raise NotJudged(
             f"{_names(idle)} keeps all keys of a sequence of {tokens} tokens, so its selection was not checked: give "
             "more --tokens, or a config.json in which it keeps fewer"
@@ -258,13 +264,6 @@ def check_mechanisms(config: Any, tokens: int, *, every_mechanism: bool) -> None
 
 def _names(classes: set[type]) -> str:
     return ", ".join(sorted(x.__name__ for x in classes))
-
-
-def _mechanisms(model: type) -> Iterator[type]:
-    """Yields the classes of a model's file that `_is_mechanism`."""
-    for value in vars(sys.modules[model.__module__]).values():
-        if isinstance(value, type) and issubclass(value, nn.Module) and _is_mechanism(value):
-            yield value
 
 
 def _is_mechanism(layer: type) -> bool:
@@ -278,22 +277,3 @@ def _selects(layer: type) -> bool:
     """Returns True if a method of a class calls topk."""
     methods = [unwrap(x) for x in vars(layer).values() if isinstance(x, FunctionType)]  # without torch.no_grad
     return any("topk" in method.__code__.co_names for method in methods)
-
-
-def _selecting_classes(model: nn.Module, classes: set[type], tokens: int) -> set[type]:
-    """Runs a model on a sequence and returns the classes whose modules keep fewer entries than there are."""
-    mode = SelectionMode()
-
-    def start(layer: type, *_: Any) -> None:
-        mode.running.append(layer)
-
-    def stop(*_: Any) -> None:
-        mode.running.pop()
-
-    for module in model.modules():
-        if type(module) in classes:
-            module.register_forward_pre_hook(partial(start, type(module)))
-            module.register_forward_hook(stop)
-    with torch.no_grad(), mode:
-        model.eval()(torch.randint(3, VOCABULARY, (1, tokens)), use_cache=False)
-    return mode.selecting

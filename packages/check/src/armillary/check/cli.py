@@ -39,11 +39,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog=PROGRAM, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder, config.json, model type of transformers, or module:function of your own")
     parser.add_argument("--ring", type=int, default=1, help="ranks on the sequence axis; default: 4 without --ulysses")
     parser.add_argument("--ulysses", type=int, default=1, help="ranks on the head axis")
@@ -65,17 +61,12 @@ def main(argv: Sequence[str] | None = None, worlds: Worlds | None = None) -> Non
     options = parse(argv)
     try:
         report = check(options, lambda line: print(f"{PROGRAM}: {line}", file=sys.stderr, flush=True), worlds)
-    except (ValueError, ImportError) as error:
-        sys.exit(_refuse(str(error)))
-    except RankFailed as failure:
-        sys.exit(_refuse(error_line(failure).removeprefix("ValueError: ")))
+    except (ValueError, ImportError, RankFailed) as error:
+        reason = error_line(error).removeprefix("ValueError: ") if isinstance(error, RankFailed) else str(error)
+        print(f"{PROGRAM}: {' '.join(reason.split())}", file=sys.stderr)
+        sys.exit(NOT_CHECKED)
     print(json.dumps({"model": options.model, **report.to_dict()}, indent=1) if options.json else report)
     sys.exit(RIGHT if report.right else WRONG)
-
-
-def _refuse(reason: str) -> int:
-    print(f"{PROGRAM}: {' '.join(reason.split())}", file=sys.stderr)
-    return NOT_CHECKED
 
 
 def check(options: argparse.Namespace, progress: Callable[[str], object], worlds: Worlds | None = None) -> ModelReport:
@@ -99,23 +90,15 @@ def check(options: argparse.Namespace, progress: Callable[[str], object], worlds
             raise ValueError(
                 "--ring, --ulysses and --method are for Hugging Face models; for module:function give --ranks"
             )
-        return check_model(_import_function(options.model), world_size=options.ranks or 4, **shared)
+        module, _, function = options.model.partition(":")
+        sys.path.insert(0, getcwd())  # the working directory is searched first
+        try:
+            build = getattr(import_module(module), function)
+        except Exception as error:  # any error of the user's module; a traceback would exit with 1, as a wrong model
+            raise ValueError(f"{options.model}: {type(error).__name__}: {error}") from error
+        return check_model(build, world_size=options.ranks or 4, **shared)
     if options.ranks is not None:
         raise ValueError("--ranks is for module:function; a Hugging Face model takes --ring and --ulysses")
     if options.compile:  # copies stay in float64 by a TorchFunctionMode, which dynamo does not trace
         raise ValueError("--compile is for module:function; copies of Hugging Face models are not compiled")
     return check_architecture(options.model, options.method, options.ring, options.ulysses, **shared)
-
-
-def _import_function(name: str) -> Any:
-    """Returns the function named "module:function". The working directory is searched first.
-
-    Raises:
-        ValueError: the module cannot be imported, or has no such function.
-    """
-    module, _, function = name.partition(":")
-    sys.path.insert(0, getcwd())
-    try:
-        return getattr(import_module(module), function)
-    except Exception as error:  # any error of the user's module; a traceback would exit with 1, as a wrong model does
-        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error

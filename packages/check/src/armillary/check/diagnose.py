@@ -108,8 +108,10 @@ def diagnose(evidence: Evidence) -> tuple[Diagnosis, ...]:
     if evidence.right:
         return ()
     comparison = evidence.first_wrong
-    if comparison.run.variant != "plain":  # the same step is right without the variant
-        return (Diagnosis(Mistake.WRONG_TIME, wrong_time(evidence)),)
+    if comparison.run.variant != "plain":  # the same step is right without recompute, compile or two micro-batches
+        wrong = [name for name, variant in evidence.variants.items() if not variant.right]
+        text = f"right without, wrong with {list_names(wrong)}; {first_difference(comparison)}"
+        return (Diagnosis(Mistake.WRONG_TIME, text),)
     rules = GRADIENT_RULES if comparison.forward_right else FORWARD_RULES
     diagnoses = [Diagnosis(mistake, text) for mistake, rule in rules if (text := rule(evidence)) is not None]
     if not comparison.forward_right:
@@ -123,12 +125,6 @@ def first_difference(comparison: Comparison) -> str:
     if activation is not None:
         return f"the first wrong output is that of {activation.name}, at tokens {spans(activation.wrong_tokens)}"
     return "wrong: " + list_names([x.name for x in comparison.tensors if x.wrong])
-
-
-def wrong_time(evidence: Evidence) -> str:
-    """A plain step is right, and one with recompute, compile or two micro-batches is wrong."""
-    wrong = {name: comparison for name, comparison in evidence.variants.items() if not comparison.right}
-    return f"right without, wrong with {list_names(list(wrong))}; {first_difference(next(iter(wrong.values())))}"
 
 
 # Rules for right logits with wrong gradients. Several of them may fit.
@@ -284,7 +280,10 @@ def positions_restart(evidence: Evidence) -> str | None:
     activation = comparison.first_wrong_activation
     if activation is None or not comparison.shards:
         return None
-    if not torch.equal(activation.wrong_tokens, moved_tokens(comparison.shards)):
+    moved = torch.zeros_like(activation.wrong_tokens)
+    for positions in comparison.shards:
+        moved[positions] |= positions != torch.arange(len(positions))
+    if not torch.equal(activation.wrong_tokens, moved):
         return None
     tokens = spans(activation.wrong_tokens)
     return f"{activation.name} is wrong at tokens {tokens}, whose positions are not their indices in the shard"
@@ -401,14 +400,6 @@ def distance_from_ends(shards: Sequence[Tensor]) -> Tensor:
     # Each boundary is after a token in `ends`. `before` is positive for tokens before it, `after` for tokens after it.
     before, after = ends[:, None] - tokens + 1, tokens - ends[:, None]
     return torch.where(before > 0, before, after).amin(0)
-
-
-def moved_tokens(shards: Sequence[Tensor]) -> Tensor:
-    """Returns True for tokens whose position is not their index in the shard, bool [N]."""
-    moved = torch.zeros(len(owners(shards)), dtype=torch.bool)
-    for positions in shards:
-        moved[positions] |= positions != torch.arange(len(positions))
-    return moved
 
 
 # Parts of messages.

@@ -106,7 +106,11 @@ def check_method(
         layout = attend.layout(length, kind)
         shard_tensors = {x: layout.take(tensor, attend.shard).to(device) for x, tensor in tensors.items()}
         first, second = (_run(attend, shard_tensors, mask, layout) for _ in range(2))
-        rank_results = _gather_results((attend.shard, first, second))
+        # (shard, results of the first run, results of the second run) of every rank of the world.
+        rank_results = [(attend.shard, first, second)]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            rank_results *= dist.get_world_size()
+            dist.all_gather_object(rank_results, rank_results[0])
         shards = {shard: results for shard, results, _ in rank_results}
         for tensor, exact in _oracle_results(tensors, mask).items():
             # Both runs, on all ranks that have the shard, must agree to the bit. Sums in order of arrival would not.
@@ -139,14 +143,3 @@ def _oracle_results(tensors: Tensors, mask: AttentionMask) -> dict[str, Tensor]:
     out, lse = reference_attention(q, k, v, mask=mask, return_lse=True)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), tensors["dout"].double())
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
-
-
-def _gather_results(
-    results: tuple[int, dict[str, Tensor], dict[str, Tensor]],
-) -> list[tuple[int, dict[str, Tensor], dict[str, Tensor]]]:
-    """Gathers (shard, results of the first run, results of the second run) of every rank of the world."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [results]
-    gathered = [results] * dist.get_world_size()
-    dist.all_gather_object(gathered, results)
-    return gathered

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -80,8 +80,15 @@ class ModelReport:
         }
 
     def __str__(self) -> str:
+        # 1. A line for each run.
         rows = [("run", "loss", "logits", "gradients", "worst gradient")]
-        rows += [_row(name, comparison) for name, comparison in self.evidence.comparisons.items()]
+        for name, comparison in self.evidence.comparisons.items():
+            gradients, wrong = comparison.gradients, comparison.wrong_gradients
+            worst = max(gradients, key=lambda x: x.error, default=None)
+            right_count = f"{len(gradients) - len(wrong)} of {len(gradients)} right"
+            worst_cell = "-" if worst is None else f"{_cell(worst)} {worst.name}"
+            logits = comparison.token_error("logits")
+            rows.append((name, _cell(comparison.loss), _cell(logits), right_count, worst_cell))
         run = self.evidence.plain.run
         limit = min(x.limit for x in self.evidence.plain.tensors)  # higher for tensors that rounding affects more
         lines = [self.title] if self.title else []
@@ -92,11 +99,53 @@ class ModelReport:
             *align_columns(rows),
             "",
         ]
+        # 2. The mistakes, and the wrong tokens and parameters of the first wrong run.
         for diagnosis in self.diagnoses:
             lines += [f"WRONG: {diagnosis.mistake}", f"  {diagnosis.evidence}"]
-        lines += _wrong_tensors(self.evidence) if not self.right else ["RIGHT"]
+        lines += ["RIGHT"] if self.right else _wrong_tensors(self.evidence.first_wrong)
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join([*lines, f"Not checked: {'; '.join(NOT_CHECKED)}."])
+
+
+def _cell(error: TensorError | None) -> str:
+    return "-" if error is None else f"{error.error:.0e}{' WRONG' if error.wrong else ''}"
+
+
+def _wrong_tensors(comparison: Comparison) -> list[str]:
+    """Returns lines on the wrong tokens and parameters of a run, and on its shards."""
+    lines = [
+        f"  {x.name}: tokens {spans(x.wrong_tokens)} are wrong"
+        for x in comparison.tokens
+        if x.wrong and x.wrong_tokens.any()
+    ]
+    if wrong := comparison.wrong_gradients:
+        lines.append(f"  gradients of {list_names([x.name for x in wrong])} are wrong")
+    if comparison.shards:
+        positions = torch.arange(comparison.run.tokens)
+        shards = "; ".join(spans(torch.isin(positions, shard)) for shard in comparison.shards[:4])
+        lines.append(f"  shards: {shards}{' ...' if len(comparison.shards) > 4 else ''}")
+    return lines
+
+
+def _run_dict(comparison: Comparison) -> dict[str, Any]:
+    """Returns one run of the report as JSON values."""
+
+    def value(error: float) -> float | None:
+        return float(f"{error:.3g}") if error == error and error != float("inf") else None  # JSON has no infinity
+
+    run = comparison.run
+    return {
+        "right": comparison.right,
+        "ranks": run.ranks,
+        "tokens": run.tokens,
+        "dtype": str(run.dtype).removeprefix("torch."),
+        "documents": None if run.documents is None else list(run.documents),
+        "limit": min(x.limit for x in comparison.tensors),
+        "wrong": [x.name for x in comparison.tensors if x.wrong],
+        "errors": {x.name: value(x.error) for x in comparison.tensors},
+        "wrong_tokens": {x.name: x.wrong_tokens.nonzero().flatten().tolist() for x in comparison.tokens if x.wrong},
+        "first_wrong_output": None if (x := comparison.first_wrong_activation) is None else x.name,
+    }
 
 
 def check_model(
@@ -145,34 +194,43 @@ def check_model(
         RankFailed: a rank raised, died or hung in a run without variants. If only a run that looks for the mistake
             fails, on another number of ranks or tokens, it is left out.
     """
-    _check_arguments(world_size, tokens, rows, documents, dtype, variants, vocabulary)
+    integer("world_size", world_size, minimum=2)
+    integer("tokens", tokens, minimum=world_size)
+    integer("rows", rows, minimum=1)
+    integer("vocabulary", vocabulary, minimum=5)
+    if dtype not in MODEL_LIMITS:
+        raise ValueError(f"dtype={dtype}: {', '.join(map(str, MODEL_LIMITS))} are accepted")
+    if unknown := [variant for variant in variants if variant not in VARIANTS]:
+        raise ValueError(f"variants={unknown}: {', '.join(VARIANTS)} are accepted")
+    if documents is not None:
+        AttentionMask(documents=list(documents)).check(tokens, tokens, rows)
     start_time = time.monotonic()
-    with _open_worlds(worlds) as open_worlds:
-        sharded = _Runner(open_worlds, build, step, reduce, timeout, progress)
-        unsharded = sharded if reference is None else _Runner(open_worlds, reference, None, None, timeout, progress)
-        one_rank = _OneRank(unsharded, limit)
+    with closing(Worlds()) if worlds is None else nullcontext(worlds) as open_worlds:
+        sharded = build, step, reduce
+        unsharded = sharded if reference is None else (reference, None, None)
+        runs = _Runs(open_worlds, sharded, unsharded, limit, timeout, progress)
         # 1. One document per row.
         plain_run = CheckRun(
             world_size, tokens, rows=rows, vocabulary=vocabulary, dtype=dtype, weight_dtype=dtype, seed=seed
         )
-        records = sharded.records(plain_run)
-        plain = one_rank.compare(plain_run, records)
+        records = runs.sharded_records(plain_run)
+        plain = runs.compare(plain_run, records)
         # 2. Packed documents.
         boundaries = None if documents is None else tuple(int(end) for end in documents)
         packed_run = replace(plain_run, documents=boundaries)
-        packed = None if boundaries is None else one_rank.compare(packed_run, sharded.records(packed_run))
+        packed = None if boundaries is None else runs.compare(packed_run)
         # 3. Variants. A model may not support all of them, so a failure is only noted.
         notes = _notes(plain)
         compared = dict[str, Comparison]()
         for variant in variants:
-            run = replace(packed_run, variant=variant)
             try:
-                compared[variant] = one_rank.compare(run, sharded.records(run))
+                compared[variant] = runs.compare(replace(packed_run, variant=variant))
             except RankFailed as failure:
                 notes.append(f"{variant} was not compared: {error_line(failure)}")
         evidence = Evidence(plain, packed, compared)
+        # 4. Runs by which `diagnose` tells mistakes apart.
         if not plain.right:
-            evidence = _add_diagnostic_runs(evidence, records, one_rank, sharded)
+            evidence = _add_diagnostic_runs(evidence, records, runs)
     return ModelReport(evidence, tuple(notes), time.monotonic() - start_time)
 
 
@@ -189,49 +247,49 @@ def error_line(failure: RankFailed) -> str:
     return next((line for line in traceback[last_frame + 1 :] if line and not line.startswith(" ")), traceback[-1])
 
 
-class _Runner(NamedTuple):
-    """Runs of one step, on worlds of any size."""
+@dataclass(frozen=True)
+class _Runs:
+    """Runs of a step on shards, compared with one rank in float64, which runs once for each batch.
+
+    Args:
+        sharded, unsharded: (build, step, reduce) of the checked model and of the model on one rank.
+    """
 
     worlds: Worlds
-    build: Build
-    step: Step | None
-    reduce: Reduce | None
+    sharded: tuple[Build, Step | None, Reduce | None]
+    unsharded: tuple[Build, Step | None, Reduce | None]
+    limit: float | None
     timeout: float
     progress: Callable[[str], object]
+    one_rank: dict[CheckRun, tuple[RankRecord, RankRecord | None]] = field(default_factory=dict)
+    """Run on one rank in float64 -> (its record, the record with other rounding, or None if a limit is given)."""
 
-    def records(self, run: CheckRun) -> list[RankRecord]:
-        """Runs the step on a world of `run.ranks` and returns the record of each rank."""
-        packed = "" if run.documents is None else ", packed documents"
-        ranks = f"{run.ranks} ranks" if run.ranks > 1 else "1 rank"
-        self.progress(f"{run.variant} on {ranks}, {run.tokens} tokens{packed}")
-        return self.worlds(run.ranks).run(run_step, self.build, self.step, self.reduce, run, timeout=self.timeout)
-
-
-class _OneRank:
-    """Compares records with those of one rank in float64, which are computed once for each batch."""
-
-    def __init__(self, runner: _Runner, limit: float | None) -> None:
-        self.runner, self.limit = runner, limit
-        self.cache: dict[CheckRun, tuple[RankRecord, RankRecord | None]] = {}
-        """Run on one rank in float64 -> (its record, the record with other rounding, or None if a limit is given)."""
-
-    def compare(self, run: CheckRun, records: Sequence[RankRecord]) -> Comparison:
+    def compare(self, run: CheckRun, records: Sequence[RankRecord] | None = None) -> Comparison:
+        """Compares the records of a run's ranks, by default of a new run, with those of one rank."""
+        records = self.sharded_records(run) if records is None else records
         # Recompute and compile must not change any number: they are compared with the plain step of one rank.
         variant = run.variant if run.variant == "two micro-batches" else "plain"
         exact_run = replace(run, ranks=1, variant=variant, dtype=torch.float64)
-        if exact_run not in self.cache:
+        if exact_run not in self.one_rank:
             # A second record with other rounding: in the run's dtype, or for float64 with weights changed by ROUNDING.
             rounded_run = replace(exact_run, dtype=run.dtype, perturbed=run.dtype is torch.float64)
-            (exact,) = self.runner.records(exact_run)
-            (rounded,) = self.runner.records(rounded_run) if self.limit is None else (None,)
-            self.cache[exact_run] = (exact, rounded)
-        exact, rounded = self.cache[exact_run]
-        return compare(run, records, exact, rounded, self.limit)
+            (exact,) = self._records(exact_run, self.unsharded)
+            (rounded,) = self._records(rounded_run, self.unsharded) if self.limit is None else (None,)
+            self.one_rank[exact_run] = (exact, rounded)
+        return compare(run, records, *self.one_rank[exact_run], self.limit)
+
+    def sharded_records(self, run: CheckRun) -> list[RankRecord]:
+        """Runs the checked step on a world of `run.ranks` and returns the record of each rank."""
+        return self._records(run, self.sharded)
+
+    def _records(self, run: CheckRun, training: tuple[Build, Step | None, Reduce | None]) -> list[RankRecord]:
+        packed = "" if run.documents is None else ", packed documents"
+        ranks = f"{run.ranks} ranks" if run.ranks > 1 else "1 rank"
+        self.progress(f"{run.variant} on {ranks}, {run.tokens} tokens{packed}")
+        return self.worlds(run.ranks).run(run_step, *training, run, timeout=self.timeout)
 
 
-def _add_diagnostic_runs(
-    evidence: Evidence, records: Sequence[RankRecord], one_rank: _OneRank, sharded: _Runner
-) -> Evidence:
+def _add_diagnostic_runs(evidence: Evidence, records: Sequence[RankRecord], runs: _Runs) -> Evidence:
     """Adds runs by which `diagnose` tells mistakes apart: another number of ranks, more tokens, another first token.
 
     Args:
@@ -240,20 +298,19 @@ def _add_diagnostic_runs(
     run = evidence.plain.run
     # Half the ranks, or twice as many if half were one: one rank is the reference.
     other = replace(run, ranks=run.ranks // 2 if run.ranks > 3 else 2 * run.ranks)
-    longer = replace(run, tokens=2 * run.tokens)
-    changed = replace(run, changed_token=True)
     comparisons = list[Comparison | None]()
-    for variation in (other, longer):
+    for variation in (other, replace(run, tokens=2 * run.tokens)):
         try:
-            comparisons.append(one_rank.compare(variation, sharded.records(variation)))
+            comparisons.append(runs.compare(variation))
         except RankFailed:  # the step may work only with the given number of ranks or tokens
             comparisons.append(None)
     # If attention stays within shards, the first token does not reach logits of ranks without it.
     reaches = None
     if evidence.plain.token_error("logits") is not None and not evidence.plain.forward_right:
+        changed = runs.sharded_records(replace(run, changed_token=True))
         pairs = [
             (before.logits, after.logits)
-            for before, after in zip(records, sharded.records(changed), strict=True)
+            for before, after in zip(records, changed, strict=True)
             if before.positions is not None and 0 not in before.positions
         ]
         if pairs:  # none if every rank has the first token, as on a tensor-parallel axis
@@ -273,101 +330,3 @@ def _notes(comparison: Comparison) -> list[str]:
     if comparison.untrained:
         notes.append(f"parameters without a gradient on one rank: {list_names(comparison.untrained)}")
     return notes
-
-
-@contextmanager
-def _open_worlds(worlds: Worlds | None) -> Generator[Worlds]:
-    """Context with the given worlds, or with new ones that are closed at the end."""
-    if worlds is not None:
-        yield worlds
-        return
-    new_worlds = Worlds()
-    try:
-        yield new_worlds
-    finally:
-        new_worlds.close()
-
-
-def _check_arguments(
-    world_size: int,
-    tokens: int,
-    rows: int,
-    documents: Sequence[int] | None,
-    dtype: torch.dtype,
-    variants: Sequence[str],
-    vocabulary: int,
-) -> None:
-    integer("world_size", world_size, minimum=2)
-    integer("tokens", tokens, minimum=world_size)
-    integer("rows", rows, minimum=1)
-    integer("vocabulary", vocabulary, minimum=5)
-    if dtype not in MODEL_LIMITS:
-        raise ValueError(f"dtype={dtype}: {', '.join(map(str, MODEL_LIMITS))} are accepted")
-    if unknown := [variant for variant in variants if variant not in VARIANTS]:
-        raise ValueError(f"variants={unknown}: {', '.join(VARIANTS)} are accepted")
-    if documents is not None:
-        AttentionMask(documents=list(documents)).check(tokens, tokens, rows)
-
-
-# The report.
-
-
-def _row(name: str, comparison: Comparison) -> tuple[str, ...]:
-    logits = comparison.token_error("logits")
-    worst = max(comparison.gradients, key=lambda x: x.error, default=None)
-    wrong = len(comparison.wrong_gradients)
-    return (
-        name,
-        _cell(comparison.loss),
-        _cell(logits),
-        f"{len(comparison.gradients) - wrong} of {len(comparison.gradients)} right",
-        "-" if worst is None else f"{_cell(worst)} {worst.name}",
-    )
-
-
-def _cell(error: TensorError | None) -> str:
-    return "-" if error is None else f"{error.error:.0e}{' WRONG' if error.wrong else ''}"
-
-
-def _wrong_tensors(evidence: Evidence) -> list[str]:
-    """Returns lines on the wrong tokens and parameters of the first wrong run."""
-    comparison = evidence.first_wrong
-    lines = [
-        f"  {x.name}: tokens {spans(x.wrong_tokens)} are wrong"
-        for x in comparison.tokens
-        if x.wrong and x.wrong_tokens.any()
-    ]
-    if wrong := comparison.wrong_gradients:
-        lines.append(f"  gradients of {list_names([x.name for x in wrong])} are wrong")
-    if comparison.shards:
-        shards = "; ".join(spans(_mask(x, evidence)) for x in comparison.shards[:4])
-        lines.append(f"  shards: {shards}{' ...' if len(comparison.shards) > 4 else ''}")
-    return lines
-
-
-def _mask(positions: Any, evidence: Evidence) -> Any:
-    """Returns True for tokens at these positions, bool [N]."""
-    mask = positions.new_zeros(evidence.plain.run.tokens).bool()
-    mask[positions] = True
-    return mask
-
-
-def _run_dict(comparison: Comparison) -> dict[str, Any]:
-    """Returns one run of the report as JSON values."""
-
-    def value(error: float) -> float | None:
-        return float(f"{error:.3g}") if error == error and error != float("inf") else None  # JSON has no infinity
-
-    run = comparison.run
-    return {
-        "right": comparison.right,
-        "ranks": run.ranks,
-        "tokens": run.tokens,
-        "dtype": str(run.dtype).removeprefix("torch."),
-        "documents": None if run.documents is None else list(run.documents),
-        "limit": min(x.limit for x in comparison.tensors),
-        "wrong": [x.name for x in comparison.tensors if x.wrong],
-        "errors": {x.name: value(x.error) for x in comparison.tensors},
-        "wrong_tokens": {x.name: x.wrong_tokens.nonzero().flatten().tolist() for x in comparison.tokens if x.wrong},
-        "first_wrong_output": None if (x := comparison.first_wrong_activation) is None else x.name,
-    }

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -157,7 +157,11 @@ def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: CheckR
     # Rounds weights to `weight_dtype` first, so that the float64 reference has the same weights as the checked run.
     model = model.to(run.weight_dtype).to(run.dtype).train()
     if run.perturbed:
-        _perturb(model)
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.mul_(1 + ROUNDING * noise.to(parameter.dtype))
     if run.variant == "recompute" and not _checkpoint_layers(model):
         raise ValueError("the model has no nn.ModuleList or nn.Sequential of layers")
     if run.variant == "compile":
@@ -177,14 +181,6 @@ def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: CheckR
     if reduce is not None:
         reduce(model)
     return recorder.record(result, run)
-
-
-def _perturb(model: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.mul_(1 + ROUNDING * noise.to(parameter.dtype))
 
 
 def _checkpoint_layers(model: nn.Module) -> int:
@@ -223,11 +219,13 @@ class _Recorder:
         if activations:
             for name, module in model.named_modules():
                 if module is not model:
-                    module.register_forward_hook(self._keep_activation(WRAPPERS.sub("", name)))
+                    module.register_forward_hook(partial(self._keep_activation, WRAPPERS.sub("", name)))
 
     def clear(self) -> None:
         self.logits, self.embeddings = list[Tensor](), list[Tensor]()
         self.fingerprints: dict[str, list[Tensor]] = defaultdict(list)
+
+    # Hooks also run when activation checkpointing recomputes modules in backward; these calls are ignored.
 
     def _keep_logits(self, _: nn.Module, __: Any, output: Any) -> None:
         logits = getattr(output, "logits", None)
@@ -237,19 +235,15 @@ class _Recorder:
         self._keep(self.embeddings, output)
 
     def _keep(self, tensors: list[Tensor], x: Tensor | None) -> None:
-        # Hooks also run when activation checkpointing recomputes modules in backward; these calls are ignored.
         if x is not None and x.requires_grad and not in_backward():
             x.retain_grad()  # `record` reads its gradient
             tensors.append(x)
 
-    def _keep_activation(self, name: str) -> Callable[..., None]:
-        def keep(_: nn.Module, __: Any, output: Any) -> None:
-            x = first_tensor(output)
-            if x is not None and x.ndim >= 3 and not in_backward():
-                x = compat.local_part(x).detach().double().flatten(2)
-                self.fingerprints[name].append(x @ _projection(x.shape[2]))
-
-        return keep
+    def _keep_activation(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        x = first_tensor(output)
+        if x is not None and x.ndim >= 3 and not in_backward():
+            x = compat.local_part(x).detach().double().flatten(2)
+            self.fingerprints[name].append(x @ _projection(x.shape[2]))
 
     def record(self, result: StepOutput, run: CheckRun) -> RankRecord:
         """Returns the record of the last micro-batch's tensors and of the accumulated gradients."""
@@ -263,14 +257,19 @@ class _Recorder:
             for i, x in enumerate(_full_outputs(calls, tokens)):
                 activations[f"{name} (call {i + 1})" if i else name] = x
         logits = [result.logits] if result.logits is not None else self.logits
-        gradients = [x.grad for x in self.logits if x.grad is not None]
+        # Gradients on the host, gathered if FSDP2 or tensor parallelism shards them.
+        gradients: dict[str, Tensor | None] = {
+            WRAPPERS.sub("", name): None if p.grad is None else _full(p.grad).detach().cpu()
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+        }
         return RankRecord(
             float(_full(result.loss.detach())),
             positions if positions is None else positions.detach().cpu().flatten(),
             _last_full_output([compat.local_part(x) for x in logits], tokens),
-            _last_full_output([compat.local_part(x) for x in gradients], tokens),
+            _last_full_output([compat.local_part(x.grad) for x in self.logits if x.grad is not None], tokens),
             _last_full_output([compat.local_part(x.grad) for x in self.embeddings if x.grad is not None], tokens),
-            {WRAPPERS.sub("", n): _gradient(p) for n, p in self.model.named_parameters() if p.requires_grad},
+            gradients,
             activations,
         )
 
@@ -313,8 +312,3 @@ def _projection(width: int) -> Tensor:
 
 def _full(x: Any) -> Tensor:
     return x.full_tensor() if compat.is_dtensor(x) else x
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    """Returns a parameter's gradient on the host, gathered if FSDP2 or tensor parallelism shards it."""
-    return None if parameter.grad is None else _full(parameter.grad).detach().cpu()
