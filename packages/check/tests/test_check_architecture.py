@@ -12,7 +12,7 @@ from armillary.check.architecture import check_mechanisms, document_boundaries  
 from armillary.check.cli import main  # noqa: E402
 from armillary.check.tiny import check_size, load_config, model_class, tiny_config  # noqa: E402
 from armillary.core import SequenceLayout  # noqa: E402
-from armillary.integrations.transformers.states import shards_states  # noqa: E402
+from armillary.integrations import shards_states  # noqa: E402
 
 QWEN = {"model_type": "qwen3", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
 QWEN |= {"head_dim": 128, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}

@@ -185,7 +185,7 @@ CALLS: dict[Callable[..., object], list[tuple[dict[str, object], str]]] = {
     ],
     shard_counting_from: [({"padding_idx": 3}, "padding_idx=3"), ({"padding_idx": -1}, "padding_idx=-1")],
     partial(shard_inputs, ContextParallel(Local())): [
-        ({"inputs": {"input_ids": SIX[0], "position_ids": SIX[0]}}, r"input_ids \(6,\)"),
+        ({"inputs": {"input_ids": SIX[0], "position_ids": SIX[0]}}, r"ids \(6,\)"),
     ],
     **{
         function: [({argument: wrong}, "not a method|method='ring'") for wrong in (None, "ring", Local)]
@@ -461,7 +461,7 @@ ON_RANKS: list[tuple[Callable[[], object], str]] = [
         lambda: llama(position_ids=lambda s: s.positions - (s.positions > 30).long(), options=RESTARTS),
         "at position 31 of row 0 has position id 30, which is not beyond",
     ),
-    (lambda: llama(cu_seq_lens_q=torch.tensor([0, SHARD])), "whole sequence"),
+    (lambda: llama(cu_seq_lens_q=torch.tensor([0, SHARD])), "end at 12; the sequence has 48 tokens"),
     (lambda: llama(config={"attention_dropout": 0.1}), "attention_dropout=0"),
     (lambda: llama(edit=lambda m: m.set_attn_implementation("armillary"), output_attentions=True), "output_attentions"),
     (lambda: llama(position_bias=torch.zeros(1)), "position_bias"),

@@ -27,7 +27,7 @@ from armillary.check.model import ModelReport, check_model
 from armillary.check.step import CheckBatch, StepOutput
 from armillary.check.tiny import VOCABULARY, check_size, describe, load_config, model_class, tiny_config
 from armillary.core.testing import mesh
-from armillary.integrations.transformers.states import shards_states
+from armillary.integrations import shards_states
 
 WEIGHT_NOISE = 0.1
 """Standard deviation of the noise added to all weights, so that a mistake in weights initialized to 0 or 1 shows."""

@@ -10,8 +10,9 @@ def test_my_method(worlds):  # a fixture of armillary.core.testing.plugin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Method, reference_attention
-from armillary.core import SequenceLayout
 from armillary.core.testing import LIMITS, relative_error
 
 MASKS: Mapping[str, AttentionMask] = {
@@ -105,14 +105,16 @@ def check_method(
     for (name, mask), kind in product(masks.items(), layouts):
         layout = attend.layout(length, kind)
         shard_tensors = {x: layout.take(tensor, attend.shard).to(device) for x, tensor in tensors.items()}
-        first, second = (_run(attend, shard_tensors, mask, layout) for _ in range(2))
+        run = partial(attend, mask=mask, layout=layout)
+        first, second = (_results(run, shard_tensors) for _ in range(2))
         # (shard, results of the first run, results of the second run) of every rank of the world.
         rank_results = [(attend.shard, first, second)]
         if dist.is_initialized() and dist.get_world_size() > 1:
             rank_results *= dist.get_world_size()
             dist.all_gather_object(rank_results, rank_results[0])
         shards = {shard: results for shard, results, _ in rank_results}
-        for tensor, exact in _oracle_results(tensors, mask).items():
+        exact_results = _results(partial(reference_attention, mask=mask), {x: t.double() for x, t in tensors.items()})
+        for tensor, exact in exact_results.items():
             # Both runs, on all ranks that have the shard, must agree to the bit. Sums in order of arrival would not.
             copies = [(x[tensor], shards[shard][tensor]) for shard, *runs in rank_results for x in runs]
             if not all(torch.equal(a, b) for a, b in copies):
@@ -128,18 +130,10 @@ def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _run(
-    attend: Method, shards: Mapping[str, Tensor], mask: AttentionMask, layout: SequenceLayout
-) -> dict[str, Tensor]:
-    q, k, v = (shards[name].detach().requires_grad_() for name in "qkv")
-    out, lse = attend(q, k, v, mask=mask, layout=layout, return_lse=True)
-    grads = torch.autograd.grad(out, (q, k, v), shards["dout"])
+def _results(attend: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors) -> dict[str, Tensor]:
+    """Runs attention forward, and backward from the gradient `dout`."""
+    q, k, v = (tensors[name].detach().requires_grad_() for name in "qkv")
+    out, lse = attend(q, k, v, return_lse=True)
+    grads = torch.autograd.grad(out, (q, k, v), tensors["dout"])
     results = zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True)
     return {name: x.detach().cpu() for name, x in results}
-
-
-def _oracle_results(tensors: Tensors, mask: AttentionMask) -> dict[str, Tensor]:
-    q, k, v = (tensors[name].double().requires_grad_() for name in "qkv")
-    out, lse = reference_attention(q, k, v, mask=mask, return_lse=True)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), tensors["dout"].double())
-    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}

@@ -5,7 +5,7 @@ A copy keeps the kinds of layers and the ratio of query to key/value heads; widt
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -103,15 +103,12 @@ def tiny_config(config: Any, tokens: int) -> Any:
     fields: dict[str, Any] = config.to_dict()
     for name in ("quantization_config", "auto_map", "architectures", "transformers_version", "dtype", "torch_dtype"):
         fields.pop(name, None)
-    changes = {name: size for name, size in FIXED.items() if isinstance(fields.get(name), int)}
-    changes |= {name: min(fields[name], limit) for name, limit in AT_MOST.items() if isinstance(fields.get(name), int)}
-    changes |= {name: 4 for name in EXPERTS if isinstance(fields.get(name), int) and fields[name] > 4}
-    changes |= {name: max(tokens // 3, 2) for name in WINDOWS if isinstance(fields.get(name), int)}
-    changes |= {
-        name: 0.0
-        for name, value in fields.items()
-        if isinstance(value, float) and any(part in name for part in DROPOUTS)
-    }
+    changes = {name: FIXED[name] for name in _integers(fields, FIXED)}
+    changes |= {name: min(fields[name], AT_MOST[name]) for name in _integers(fields, AT_MOST)}
+    changes |= {name: min(fields[name], 4) for name in _integers(fields, EXPERTS)}
+    changes |= dict.fromkeys(_integers(fields, WINDOWS), max(tokens // 3, 2))
+    dropouts = [name for name in fields if any(part in name for part in DROPOUTS)]
+    changes |= {name: 0.0 for name in dropouts if isinstance(fields[name], float)}
     changes |= _heads(fields)
     changes |= _state_heads(fields, changes)
     changes |= _positions(fields, changes, tokens)
@@ -125,8 +122,8 @@ def tiny_config(config: Any, tokens: int) -> Any:
 
 def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numbers of heads, in the config's ratio (8 at most), the head dim and the width of the model."""
-    heads = next((fields[name] for name in HEADS if isinstance(fields.get(name), int)), 4)
-    key_heads = next((fields[name] for name in KEY_HEADS if isinstance(fields.get(name), int)), heads)
+    heads: int = next((fields[name] for name in _integers(fields, HEADS)), 4)
+    key_heads: int = next((fields[name] for name in _integers(fields, KEY_HEADS)), heads)
     group_size = min(max(heads // key_heads, 1), 8)
     # One key/value head in multi-query attention, two in grouped-query attention, else four; doubled until 4
     # divides the number of query heads, so that 4 ranks can share them.
@@ -140,7 +137,7 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     sizes = dict.fromkeys((name for name in HIDDEN if name in fields), new_heads * head_dim)
     sizes |= dict.fromkeys((name for name in HEADS if name in fields), new_heads)
     sizes |= {name: new_key_heads for name in KEY_HEADS if fields.get(name) is not None}
-    sizes |= {name: head_dim for name in ("head_dim", "kv_channels", "d_kv") if isinstance(fields.get(name), int)}
+    sizes |= dict.fromkeys(_integers(fields, ("head_dim", "kv_channels", "d_kv")), head_dim)
     if isinstance(attention_width := fields.get("attention_hidden_size"), int):  # Zamba2's attention is wider
         expand = attention_width // (_first(fields, HIDDEN) or attention_width)
         sizes |= {"attention_hidden_size": expand * new_heads * head_dim, "attention_head_dim": expand * head_dim}
@@ -160,9 +157,9 @@ def _state_heads(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
     heads, head_dims = STATE_HEADS, STATE_HEAD_DIMS
     if "num_attention_heads" not in fields:  # without attention, these names are those of the heads of the state
         heads, head_dims = (*heads, "num_heads"), (*head_dims, "head_dim")
-    sizes |= dict.fromkeys((name for name in heads if isinstance(fields.get(name), int)), width // HEAD_DIM)
-    sizes |= dict.fromkeys((name for name in head_dims if isinstance(fields.get(name), int)), HEAD_DIM)
-    return sizes | ({"mamba_d_ssm": width} if isinstance(fields.get("mamba_d_ssm"), int) else {})
+    sizes |= dict.fromkeys(_integers(fields, heads), width // HEAD_DIM)
+    sizes |= dict.fromkeys(_integers(fields, head_dims), HEAD_DIM)
+    return sizes | dict.fromkeys(_integers(fields, ("mamba_d_ssm",)), width)
 
 
 def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: int) -> dict[str, Any]:
@@ -174,10 +171,8 @@ def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: in
     sizes: dict[str, Any] = dict.fromkeys(
         (name for name in ("max_position_embeddings", "n_positions", "n_ctx") if name in fields), length
     )
-    if isinstance(fields.get("original_max_position_embeddings"), int):
-        sizes["original_max_position_embeddings"] = start
-    if isinstance(fields.get("rotary_dim"), int):
-        sizes["rotary_dim"] = max(fields["rotary_dim"] * new_dim // old_dim, 2)
+    sizes |= dict.fromkeys(_integers(fields, ("original_max_position_embeddings",)), start)
+    sizes |= {name: max(fields[name] * new_dim // old_dim, 2) for name in _integers(fields, ("rotary_dim",))}
     return sizes | {name: _shrink_rope(rope, new_dim / old_dim, start) for name, rope in ropes.items()}
 
 
@@ -254,7 +249,12 @@ def _are_indices(values: Any) -> bool:
 
 def _first(fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
     """Returns the value of the first of these fields that is an integer; None if there is none."""
-    return next((fields[name] for name in names if isinstance(fields.get(name), int)), None)
+    return next((fields[name] for name in _integers(fields, names)), None)
+
+
+def _integers(fields: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Returns the names of fields that are integers."""
+    return [name for name in names if isinstance(fields.get(name), int)]
 
 
 def describe(config: Any) -> str:
@@ -263,7 +263,7 @@ def describe(config: Any) -> str:
     heads = _first(fields, HEADS)
     kinds = fields.get("layer_types")
     layers = f"{_first(fields, LAYERS)} layers" + (f" ({', '.join(kinds)})" if kinds else "")
-    windows = [f"{name}={fields[name]}" for name in WINDOWS if isinstance(fields.get(name), int)]
+    windows = [f"{name}={fields[name]}" for name in _integers(fields, WINDOWS)]
     key_heads = _first(fields, KEY_HEADS) or heads
     return ", ".join(
         [f"tiny {config.model_type}: {layers}", f"{heads} query and {key_heads} key/value heads", *windows]

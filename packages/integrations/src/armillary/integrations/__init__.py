@@ -3,6 +3,7 @@
 from armillary.integrations.accelerate import share_rows
 from armillary.integrations.trainer import ContextParallelTrainer
 from armillary.integrations.transformers.attention import register_transformers
+from armillary.integrations.transformers.states import shards_states
 from armillary.integrations.trl import (
     ContextParallelDPOTrainer,
     ContextParallelGRPOTrainer,
@@ -15,5 +16,6 @@ __all__ = [
     "ContextParallelRewardTrainer",
     "ContextParallelTrainer",
     "register_transformers",
+    "shards_states",
     "share_rows",
 ]

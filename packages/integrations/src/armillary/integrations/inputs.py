@@ -49,8 +49,6 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor):
         raise ValueError(f"the batch has no input_ids, only {', '.join(inputs)}: a shard is made of tokens")
-    if ids.ndim != 2:
-        raise ValueError(f"input_ids {tuple(ids.shape)}: [B, N] is accepted")
     unknown = [name for name, x in inputs.items() if isinstance(x, Tensor) and name not in (*TOKENS, *PACKED)]
     if unknown or inputs.get("output_router_logits"):
         raise ValueError(

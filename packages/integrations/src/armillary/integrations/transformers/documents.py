@@ -170,15 +170,11 @@ def known_documents(mask: ShardMask, cu_seq_lens_q: Tensor | None, cu_seq_lens_k
     """
     if mask.context.documents is not None or cu_seq_lens_q is None:
         return mask.context.documents
-    documents = AttentionMask(documents=cu_seq_lens_q).documents
-    if cu_seq_lens_k is not None and AttentionMask(documents=cu_seq_lens_k).documents != documents:
+    packed = AttentionMask(documents=cu_seq_lens_q)
+    if cu_seq_lens_k is not None and AttentionMask(documents=cu_seq_lens_k) != packed:
         raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: no cross-attention on a sharded sequence")
-    if int(cu_seq_lens_q[-1]) != mask.layout.length:
-        raise ValueError(
-            f"cu_seq_lens_q ends at {int(cu_seq_lens_q[-1])}; it must end with the whole sequence, at "
-            f"{mask.layout.length}"
-        )
-    return documents
+    packed.check(mask.layout.length, mask.layout.length, 1)
+    return packed.documents
 
 
 def documents_of_ranks(ids: Tensor, layout: SequenceLayout, first_position: int) -> Documents | None:

@@ -15,7 +15,7 @@ from dataclasses import is_dataclass
 from importlib import import_module
 from inspect import getsource, signature, unwrap
 from types import CodeType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -109,23 +109,8 @@ LAST_TOKEN = "last_non_pad_token"
 """Variable of transformers' sequence classifiers: the index of the last token of each row that is no padding."""
 
 ROW_ENDS = "armillary_row_ends"
-"""Attribute of a classifier's head during a forward: the `RowEnds`. The head keeps its hook when it is copied."""
-
-
-class RowEnds(NamedTuple):
-    """The last token of each row that is no padding.
-
-    Args:
-        method: the attention method.
-        indices: [B], local index of the row's last token on the rank that has it; 0 on others.
-        is_local: bool [B], True on the rank that has the row's last token.
-        model: the classifier.
-    """
-
-    method: Method
-    indices: Tensor
-    is_local: Tensor
-    model: nn.Module
+"""Attribute of a classifier's head during a forward, by which `find_row_ends` tells `score_row_ends` where rows end.
+The head keeps its hook when it is copied."""
 
 
 def scores_row_ends(model: type) -> bool:
@@ -197,7 +182,8 @@ def find_row_ends(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         raise ValueError(
             f"{type(model).__name__} has {len(heads)} modules with {label_count} outputs (num_labels), not one"
         )
-    setattr(heads[0], ROW_ENDS, RowEnds(method, matches.int().argmax(1), matches.any(1), model))
+    # The local index of each row's last token, and whether this rank has it: both [B].
+    setattr(heads[0], ROW_ENDS, (method, model, matches.int().argmax(1), matches.any(1)))
     if score_row_ends not in heads[0]._forward_hooks.values():
         heads[0].register_forward_hook(score_row_ends)
 
@@ -213,15 +199,17 @@ def score_row_ends(head: nn.Module, args: tuple[Any, ...], scores: Tensor) -> Te
     Raises:
         ValueError: on every rank, before the sum: FSDP2 or DDP averages gradients over other ranks, as `cp.loss` says.
     """
-    ends: RowEnds | None = vars(head).pop(ROW_ENDS, None)
-    if ends is None:
+    row_ends = vars(head).pop(ROW_ENDS, None)
+    if row_ends is None:
         return scores
+    method, model, indices, is_local = row_ends
     context = current_sequence()
     if context is not None:  # the model's loss of these scores needs no `cp.loss`, which would check the average
-        context.check_averaging(scores, ends.method, ends.model)
-    local = scores[torch.arange(len(scores), device=scores.device), ends.indices]
-    local = local.masked_fill(~ends.is_local[:, None], 0)
-    return sum_over_axes(local, method_axes(ends.method))[:, None].expand_as(scores)
+        context.check_averaging(scores, method, model)
+    local = scores[torch.arange(len(scores), device=scores.device), indices]
+    # The rank that has a row's last token contributes its score, other ranks zeros.
+    local = local.masked_fill(~is_local[:, None], 0)
+    return sum_over_axes(local, method_axes(method))[:, None].expand_as(scores)
 
 
 # Outputs.
