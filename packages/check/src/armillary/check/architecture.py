@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial, wraps
 from inspect import unwrap
 from itertools import pairwise
@@ -61,10 +61,9 @@ def check_architecture(
     config = tiny_config(text_config, tokens)
     check_size(config)
     method = method or ("ring" if ulysses == 1 else "ulysses" if ring == 1 else "usp")
-    architecture = Architecture(config, method, ring, ulysses)
     report = check_model(
-        partial(on_shards, architecture),
-        reference=partial(one_rank, architecture),
+        partial(on_shards, config, method, ring, ulysses),
+        reference=partial(one_rank, config),
         world_size=ring * ulysses,
         vocabulary=VOCABULARY,
         **options,
@@ -89,16 +88,6 @@ def document_boundaries(tokens: int) -> tuple[int, ...]:
 # The steps.
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """A tiny config, and the method and mesh of the ranks."""
-
-    config: Any
-    method: str = "ring"
-    ring: int = 1
-    ulysses: int = 1
-
-
 class InFloat64(TorchFunctionMode):
     """Mode that ignores a model's casts from float64 to float32, so that rounding does not hide errors of shards."""
 
@@ -113,10 +102,10 @@ class InFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def new_model(architecture: Architecture) -> nn.Module:
+def new_model(config: Any) -> nn.Module:
     """Returns the model, with the same weights on every rank and without poolers, which need one token of the row."""
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = model_class(architecture.config).from_config(architecture.config, **options)
+    model = model_class(config).from_config(config, **options)
     for module in model.modules():
         if type(getattr(module, "pooler", None)).__name__.endswith("Pooler"):
             module.pooler = None
@@ -149,7 +138,7 @@ def _leave_out_pooled(model: nn.Module, args: tuple[Any, ...], output: Any) -> A
     return type(output)(**{name: x for name, x in outputs.items() if name != "pooler_output"})
 
 
-def one_rank(architecture: Architecture) -> tuple[nn.Module, Any]:
+def one_rank(config: Any) -> tuple[nn.Module, Any]:
     """Returns the model and its step on one rank: eager attention, one forward pass per document."""
 
     def step(model: nn.Module, batch: CheckBatch) -> StepOutput:
@@ -159,15 +148,15 @@ def one_rank(architecture: Architecture) -> tuple[nn.Module, Any]:
         loss.backward()
         return StepOutput(loss, logits=logits)
 
-    return new_model(architecture), step
+    return new_model(config), step
 
 
-def on_shards(architecture: Architecture) -> tuple[nn.Module, Any, Any]:
+def on_shards(config: Any, method: str, ring: int, ulysses: int) -> tuple[nn.Module, Any, Any]:
     """Returns the model, its step and the function that averages its gradients, on the ranks of a mesh."""
-    device_mesh = mesh(ring=architecture.ring, ulysses=architecture.ulysses)
-    attend = build_attention(architecture.method, device_mesh)
+    device_mesh = mesh(ring=ring, ulysses=ulysses)
+    attend = build_attention(method, device_mesh)
     cp = ContextParallel(attend, device_mesh)
-    is_causal_lm = model_class(architecture.config).__name__ == "AutoModelForCausalLM"
+    is_causal_lm = model_class(config).__name__ == "AutoModelForCausalLM"
 
     def step(model: nn.Module, batch: CheckBatch) -> StepOutput:
         # The check's loss is of the next token, whatever the model's own is.
@@ -178,7 +167,7 @@ def on_shards(architecture: Architecture) -> tuple[nn.Module, Any, Any]:
         loss.backward()
         return StepOutput(loss, shard.layout.positions(attend.shard), _logits(output))
 
-    return cp.prepare(new_model(architecture)), step, cp.reduce_gradients
+    return cp.prepare(new_model(config)), step, cp.reduce_gradients
 
 
 def _cache_option(model: Any) -> dict[str, Any]:
@@ -236,7 +225,7 @@ def check_mechanisms(config: Any, tokens: int, *, every_mechanism: bool) -> None
     Raises:
         NotJudged: a class is not built, or its selection keeps all keys of the sequence.
     """
-    model = new_model(Architecture(config))
+    model = new_model(config)
     # 1. The classes are built.
     built = {type(module) for module in model.modules()}
     classes = vars(sys.modules[type(model).__module__]).values() if every_mechanism else built

@@ -103,12 +103,14 @@ def tiny_config(config: Any, tokens: int) -> Any:
     fields: dict[str, Any] = config.to_dict()
     for name in ("quantization_config", "auto_map", "architectures", "transformers_version", "dtype", "torch_dtype"):
         fields.pop(name, None)
+    # 1. Sizes that depend on nothing else.
     changes = {name: FIXED[name] for name in _integers(fields, FIXED)}
     changes |= {name: min(fields[name], AT_MOST[name]) for name in _integers(fields, AT_MOST)}
     changes |= {name: min(fields[name], 4) for name in _integers(fields, EXPERTS)}
     changes |= dict.fromkeys(_integers(fields, WINDOWS), max(tokens // 3, 2))
     dropouts = [name for name in fields if any(part in name for part in DROPOUTS)]
     changes |= {name: 0.0 for name in dropouts if isinstance(fields[name], float)}
+    # 2. Sizes that depend on each other.
     changes |= _heads(fields)
     changes |= _state_heads(fields, changes)
     changes |= _positions(fields, changes, tokens)
@@ -122,8 +124,8 @@ def tiny_config(config: Any, tokens: int) -> Any:
 
 def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numbers of heads, in the config's ratio (8 at most), the head dim and the width of the model."""
-    heads: int = next((fields[name] for name in _integers(fields, HEADS)), 4)
-    key_heads: int = next((fields[name] for name in _integers(fields, KEY_HEADS)), heads)
+    heads = _first(fields, HEADS) or 4
+    key_heads = _first(fields, KEY_HEADS) or heads
     group_size = min(max(heads // key_heads, 1), 8)
     # One key/value head in multi-query attention, two in grouped-query attention, else four; doubled until 4
     # divides the number of query heads, so that 4 ranks can share them.
@@ -134,6 +136,7 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
         new_key_heads, group_size = 4, 1
     partly_rotary = "partial_rotary_factor" in str(fields) or "rotary_pct" in fields or "mrope_section" in str(fields)
     head_dim, new_heads = WIDE_HEAD_DIM if partly_rotary else HEAD_DIM, new_key_heads * group_size
+    # Configs have several names for each of these sizes.
     sizes = dict.fromkeys((name for name in HIDDEN if name in fields), new_heads * head_dim)
     sizes |= dict.fromkeys((name for name in HEADS if name in fields), new_heads)
     sizes |= {name: new_key_heads for name in KEY_HEADS if fields.get(name) is not None}

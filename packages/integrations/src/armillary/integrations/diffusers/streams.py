@@ -167,10 +167,12 @@ class Streams:
             raise ValueError(f"{image} tokens of the image on {method.shards} ranks: each needs at least one")
         if text_mask is not None and text_mask.shape[-1] != text:
             raise ValueError(f"a mask {tuple(text_mask.shape)} for {text} tokens of the text: lengths must be equal")
+        # 1. The pieces of this rank.
         self.method, self.lengths = method, {"image": image, "text": text}
         pieces = cut_streams(image, text, method.shards)
         self.image_sizes = [len(piece) for piece in pieces["image"]]
         self.local_pieces = {stream: ranks[method.shard] for stream, ranks in pieces.items()}
+        # 2. For each order of the streams, one sequence.
         visible = None if text_mask is None else visible_text(text_mask)
         self.contexts = {order: self._context(order, visible) for order in orders}
 

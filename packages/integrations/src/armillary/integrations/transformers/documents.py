@@ -69,6 +69,7 @@ class RowReader:
         if ids is not None and (ids.ndim == 2 or (ids.ndim == 3 and len(ids) == 3)):
             key = mask.layout, documents, reads_ids
             return self.cache.get(ids, key, lambda: self._read(name, mask, tokens, ids, documents, reads_ids))
+        # No position ids: right for a model that adds positions before its tokens are sharded, such as an image tower.
         check_tokens(self.method.shard, tokens, mask.layout)
         if mask.counts_from_shard and self.method.shards > 1:
             hint = POSITIONS_HINT
@@ -90,6 +91,7 @@ class RowReader:
     ) -> Documents | None:
         """Returns the documents of position ids [B, T] or [3, B, T], which are checked on all ranks."""
         layout, first = mask.layout, mask.first_position
+        # 1. The ids of whole rows, if they are needed. With known documents, those of the shard may be enough.
         if documents is not None and (ids.ndim == 3 or find_axes(self.method) is None):
             self._check_shards(ids, tokens, layout)
             if ids.ndim == 3:  # M-RoPE's ids need not rise within a document
@@ -99,11 +101,13 @@ class RowReader:
             ids = ids.cpu()[:, order]
         else:
             positions, ids = torch.arange(layout.length), self._gather(ids, tokens, layout)
+        # 2. The first position (RoBERTa).
         if first and (lowest := int(ids.min())) < first:
             raise ValueError(
                 f"{name} gets position id {lowest}, but the model counts tokens from {first}: padding_idx={first - 1}; "
                 f"{PADDED_POSITIONS_HINT}"
             )
+        # 3. The documents, or ids that fit them.
         if ids.ndim == 3:
             check_multimodal(ids)
         elif reads_ids:

@@ -130,7 +130,10 @@ MIXING = re.compile("^(?!.*mask).*(conv1d|scan|delta|recurren|selective|state_up
 
 
 def shards_states(layer: type) -> bool:
-    """Returns True if the forward of a module class mixes tokens only by `FUNCTIONS`, so that it can be sharded."""
+    """Returns True for a module class of transformers with a state or a convolution that can be sharded.
+
+    Its forward then mixes tokens only by functions that `route_states` replaces.
+    """
     return any(name in FUNCTIONS for name in _mixing_functions(layer)) and not mixes_unknown(layer)
 
 
