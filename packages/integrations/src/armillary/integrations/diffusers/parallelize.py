@@ -109,7 +109,7 @@ def _wrap_forward(model: nn.Module, plan: Plan, state: ForwardState, compare: bo
     changed_names = [name for name, _ in changed_modules(model, plan)]
 
     @torch.compiler.disable
-    def check_and_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Streams, Any]:
+    def check_and_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Streams, Any, Any]:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         # 1. The modules are those that were prepared, and read no tokens in other ways.
         for name in changed_names:
@@ -129,23 +129,23 @@ def _wrap_forward(model: nn.Module, plan: Plan, state: ForwardState, compare: bo
                     "Give every rank the same batch, noise, timesteps and weights, drawn with one seed or broadcast"
                 )
         state.compared_weights = True
-        # 3. The streams, and this rank's pieces of the arguments.
+        # 3. The streams, and this rank's pieces of the arguments. Padding of the text is in the streams' documents.
         streams = _make_streams(module, arguments, plan, state.method)
-        arguments = _sharded(arguments, plan.arguments.get("", {}), streams)
-        if plan.text_mask and plan.text_mask in arguments:
-            arguments[plan.text_mask] = None  # padding is in the documents of the streams
+        splits: dict[str, Split | None] = {**plan.arguments.get("", {})}
+        if plan.text_mask:
+            splits[plan.text_mask] = None
         # 4. diffusers may set its checkpointing function at any time before the call.
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         if checkpoint is not None and not hasattr(checkpoint, KEEPS_STREAMS):
             module._gradient_checkpointing_func = keep_streams(checkpoint, state)  # pyright: ignore[reportArgumentType]
-        return streams, arguments
+        return streams, *_sharded(names, args, kwargs, splits, streams)
 
     @wraps(forward)
     def forward_on_shards(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # pyright does not know that `disable` keeps the signature.
-        streams, arguments = check_and_shard(module, args, kwargs)  # pyright: ignore[reportCallIssue]
+        streams, args, kwargs = check_and_shard(module, args, kwargs)  # pyright: ignore[reportCallIssue]
         with state.running(streams):
-            return forward(module, **arguments)
+            return forward(module, *args, **kwargs)
 
     model.forward = MethodType(torch.compiler.disable(forward_on_shards, recursive=False), model)
 
@@ -170,9 +170,27 @@ def _parameter_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(signature(type(module).forward).parameters)[1:]
 
 
-def _sharded(arguments: dict[str, Any], splits: Mapping[str, Split], streams: Streams) -> dict[str, Any]:
-    """Returns the arguments of a call, with this rank's pieces of those that have a split."""
-    return {name: streams.take(splits[name], x) if name in splits else x for name, x in arguments.items()}
+def _sharded(
+    names: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    splits: Mapping[str, Split | None],
+    streams: Streams,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call, with this rank's pieces of those that have a split; None for a split None.
+
+    Args:
+        names: the parameters of the function that is called.
+    """
+
+    def take(name: str, x: Any) -> Any:
+        if name not in splits:
+            return x
+        split = splits[name]
+        return None if split is None else streams.take(split, x)
+
+    positional = [take(name, x) for name, x in zip(names, args, strict=False)]
+    return (*positional, *args[len(names) :]), {name: take(name, x) for name, x in kwargs.items()}
 
 
 # Hooks are functions and not objects, because a copy of a model must share the state with its copied forward.
@@ -183,7 +201,7 @@ def _shard_arguments_hook(module: nn.Module, splits: Mapping[str, Split], state:
     names = _parameter_names(module)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return (), _sharded({**dict(zip(names, args, strict=False)), **kwargs}, splits, state.streams())
+        return _sharded(names, args, kwargs, splits, state.streams())
 
     return hook
 
