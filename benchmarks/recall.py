@@ -22,7 +22,7 @@ from armillary.models import linear_argmax
 from armillary.models.block import Block
 from armillary.train import Config, Run, prepare
 from armillary.train.step import forward
-from armillary.train.validation import mean
+from armillary.train.trainer import mean_over_rows
 
 FIRST_HELD_OUT_ROW = 2**40
 """Training reads rows from number 0 on, validation from this number on."""
@@ -240,4 +240,4 @@ def right_answers(run: Run) -> float:
         return ((forward(run, batch, linear_argmax) == labels) & asked).sum(), asked.sum()
 
     with torch.no_grad():
-        return mean(run, run.validation, count_answers)
+        return mean_over_rows(run, run.validation, count_answers)

@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from launches import TRAINER, Launch, agent
 
-from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.tensors import SavedTensors
+from armillary.train.checkpoint.storage import Manifest, SavedTensors
 
 STEPS = 16
 SMALL = (

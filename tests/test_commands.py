@@ -22,13 +22,13 @@ from armillary.plan.presets import amount
 from armillary.plan.search.search import SearchOptions
 from armillary.plan.tune import main as tune
 from armillary.plan.tune import read_options as read_tune_options
-from armillary.train import cli as train
+from armillary.train import command as train
+from armillary.train import generate
 from armillary.train.checkpoint import export
 from armillary.train.checkpoint.export import Export
 from armillary.train.command import read_command
 from armillary.train.config import check_limits, read_run
-from armillary.train.generate import cli as generate
-from armillary.train.generate.command import read_generate
+from armillary.train.generate import read_generate
 from conformance import command as conformance
 from conformance.report import Report, ReportRow
 

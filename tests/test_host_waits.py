@@ -25,7 +25,6 @@ RUN_BY_A_STEP = [
     "models/src/armillary/models/block.py",
     "models/src/armillary/models/gpt.py",
     "models/src/armillary/models/llama.py",
-    "train/src/armillary/train/run.py",
     "train/src/armillary/train/step.py",
 ]
 METHODS = {"item", "tolist", "nonzero", "cpu", "record_stream", "synchronize", "masked_select"}

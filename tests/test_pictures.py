@@ -19,8 +19,8 @@ from armillary.attention.planning.comm_plan import Role
 from armillary.core import SequenceLayout
 from armillary.core.parts import KINDS
 from armillary.core.testing import refusal
-from armillary.train.reporting import journal
-from armillary.train.reporting.metrics import StepMetrics
+from armillary.train.metrics import StepMetrics
+from armillary.train.reporting import Journal
 
 DOCS = Path(__file__).parent.parent / "docs"
 N = 48
@@ -185,7 +185,7 @@ def test_wrong_arguments_are_named(line, part):
 def test_runs_are_drawn_over_each_other(tmp_path):
     for name, losses in (("ring", [5.0, float("nan"), 3.0]), ("upipe", [4.0])):
         (tmp_path / name).mkdir()
-        written = journal.Journal(tmp_path / name / "metrics.jsonl")
+        written = Journal(tmp_path / name / "metrics.jsonl")
         for step, loss in enumerate(losses, 1):
             written.step(StepMetrics(step, loss, 1.0 / step, 1e-3, 1, 1.0, 1.0, None, 1.0, step))
         written.on_validation(1, {"loss": 5.5})

@@ -11,7 +11,7 @@ from shutil import rmtree
 from launches import PATIENCE, TRAINER, Launch, agent, torchrun
 from recovery import SMALL, STEPS, assert_same_end, cause, folder, training
 
-from armillary.train.reporting.journal import read
+from armillary.train.reporting import read_records
 
 
 def test_run_with_two_killed_ranks_ends_like_one_without_failures(undisturbed, tmp_path):
@@ -109,16 +109,16 @@ def test_second_run_is_refused_until_orphaned_ranks_end(undisturbed, tmp_path):
     with Launch(training(), run_folder) as launch:
         assert launch.wait() == 0, launch.printed
         output += launch.printed
-    steps = [record["step"] for record in read(run_folder / "outputs/metrics.jsonl") if "loss" in record]
+    steps = [record["step"] for record in read_records(run_folder / "outputs/metrics.jsonl") if "loss" in record]
     assert steps == list(range(1, STEPS + 1))
     assert_same_end(run_folder, output, undisturbed)
 
 
 SLOW_SAVES = """
 import os, time
-from armillary.train.checkpoint import Checkpoints, tensors
+from armillary.train.checkpoint import Checkpoints, storage
 
-start, write_recorded = Checkpoints.start, tensors.write_recorded
+start, write_recorded = Checkpoints.start, storage.write_recorded
 slow = int(os.environ["RANK"]) % 3 == 0 and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) < 2
 
 def start_slowly(checkpoints, step):
@@ -129,7 +129,7 @@ def write_slowly(path, pieces):
     time.sleep(2 * slow)
     return write_recorded(path, pieces)
 
-Checkpoints.start, tensors.write_recorded = start_slowly, write_slowly
+Checkpoints.start, storage.write_recorded = start_slowly, write_slowly
 import forked_rank
 """
 

@@ -22,7 +22,7 @@ OTHER_FILES = {
     "core.files": "the functions that all others use",
     "core.mesh": "/proc",
     "core.testing.world": "a file of the same test",
-    "train.generate.command": "a prompt, which may be a pipe",
+    "train.generate": "a prompt, which may be a pipe",
 }
 """The modules that read files without `armillary.core.files`, with the reason."""
 

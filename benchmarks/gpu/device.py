@@ -18,7 +18,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.train.runtime.device import peak_flops, set_allocator
+from armillary.train.device import peak_flops, set_allocator
 
 Work = Callable[[], object]
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

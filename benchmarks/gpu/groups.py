@@ -96,7 +96,7 @@ def check_hang(setting: Setting) -> Iterator[Row]:
         message = f"{named_ranks.count({stuck})} of {len(named_ranks)} reports, which name {named}"
         alone = len(named_ranks) >= setting.ranks - 1 and all(names == {stuck} for names in named_ranks)
         label = f"rank {stuck} on a disk, the others {way}: named alone"
-        yield setting.is_so(label, message, alone, f"all, which name {stuck}", "armillary.train.runtime.health")
+        yield setting.is_so(label, message, alone, f"all, which name {stuck}", "armillary.train.watchdog")
 
 
 def named_in(report: Path) -> set[int]:

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from armillary.train.reporting import journal
+from armillary.train.reporting import read_records
 
 WINDOWS = 25
 """The strong line is a running mean over a window of about (number of steps) / WINDOWS steps."""
@@ -115,7 +115,7 @@ def read_curves(folder: Path) -> Curves:
     if not path.is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl; name the output folder of a run")
     curves = Curves(str(folder))
-    for record in journal.read(path):
+    for record in read_records(path):
         try:
             _add(curves, record)
         except (TypeError, ValueError, LookupError, AttributeError) as error:  # a field is missing or of another type

@@ -7,7 +7,7 @@ import pytest
 from armillary.attention.plans import Send
 from armillary.plan import Cluster, Link
 from armillary.plan.cluster.machines import EMULATED, MACHINES
-from armillary.train.runtime.device import PEAK_FLOPS
+from armillary.train.device import PEAK_FLOPS
 
 GB = 10**9
 KINDS = {"h200": "h200", "h100": "h100", "a100": "a100-80", "l20": "l20"}

@@ -21,11 +21,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from armillary.core.testing import mesh
 from armillary.train.checkpoint import LoadPlanner
-from armillary.train.checkpoint.checkpoints import commit
+from armillary.train.checkpoint.checkpoints import SavedCheckpoint, commit
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import Damaged, FileRecord, Manifest
-from armillary.train.checkpoint.state import SavedCheckpoint
-from armillary.train.checkpoint.tensors import SavedTensors, describe_tensor, save_tensors
+from armillary.train.checkpoint.storage import (
+    Damaged,
+    FileRecord,
+    Manifest,
+    SavedTensors,
+    describe_tensor,
+    save_tensors,
+)
 from armillary.train.parts import Ranks
 
 FILE = "rank-0.safetensors"
@@ -80,7 +85,7 @@ def test_files_outside_of_the_manifest_are_not_touched(folder):
 
 
 def test_many_tensors_are_split_into_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("armillary.train.checkpoint.tensors.MAX_FILE_BYTES", 70)
+    monkeypatch.setattr("armillary.train.checkpoint.storage.MAX_FILE_BYTES", 70)
     files = save_tensors(tmp_path, {"model": TENSORS})
     assert files.keys() == {FILE, *(f"rank-0-{number}.safetensors" for number in (1, 2))} == {*os.listdir(tmp_path)}
     assert same(SavedTensors(tmp_path, files).read("model"))

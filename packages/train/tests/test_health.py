@@ -25,21 +25,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from armillary.core.testing import fork_context
-from armillary.train.parts import caused_by_peers
-from armillary.train.reporting.report import GuardedSink
-from armillary.train.reporting.sinks import Sink
-from armillary.train.runtime.background import Background
-from armillary.train.runtime.health import heartbeats
-from armillary.train.runtime.health.heartbeats import HEARTBEATS, Calls, Heartbeat, missing_ranks, recorded_calls
-from armillary.train.runtime.health.stacks import (
+from armillary.train import diagnosis
+from armillary.train.checkpoint.checkpoints import Background
+from armillary.train.diagnosis import (
+    HEARTBEATS,
+    Calls,
+    Heartbeat,
     communicates,
     current_stack,
     in_standard_library,
     joined_thread,
     location_of,
+    missing_ranks,
+    recorded_calls,
     waits,
 )
-from armillary.train.runtime.health.stopping import REPEAT, StopSignal
+from armillary.train.parts import caused_by_peers
+from armillary.train.reporting import GuardedSink, Sink
+from armillary.train.trainer import REPEAT, StopSignal
 
 WAITING = Heartbeat(
     7, "training", location="step.py:60 in summed", waits=True, calls={"0": Calls(12, "gloo:all_reduce", True)}
@@ -95,7 +98,7 @@ def test_calls_are_counted_by_group_and_backend(monkeypatch):
     entries = [entry("gloo:all_reduce", 1), entry("gloo:barrier", 2, retired=False)]
     entries += [entry("nccl2:all_gather", 40), entry("nccl2:send 0->1", 40, 7, retired=False)]
     entries += [entry("nccl2:recv 0<-1", 40, 8)]
-    monkeypatch.setattr(heartbeats, "recorded_collectives", lambda: entries)
+    monkeypatch.setattr(diagnosis, "recorded_collectives", lambda: entries)
     assert recorded_calls() == {
         "0 (gloo)": Calls(2, "gloo:barrier", True),
         "0 (nccl2)": Calls(40, "nccl2:recv 0<-1", True, messages=8),
@@ -222,7 +225,7 @@ def test_a_stop_signal_outside_of_the_main_thread_does_nothing():
 
 def test_the_current_stack_ends_where_the_main_thread_is():
     stack = current_stack()
-    assert location_of(stack).startswith("stacks.py:") and "current_stack" in location_of(stack)
+    assert location_of(stack).startswith("diagnosis.py:") and "current_stack" in location_of(stack)
     assert not waits(stack)
 
 
@@ -410,7 +413,7 @@ def test_a_backward_pass_is_shown_by_the_line_of_its_autograd_thread():
     run_backward(DEPTH, lambda: sink.flush(30))  # the function in which the autograd thread waits
     observing.join()
     observing.raise_error()
-    assert location_of(observer.stack).startswith("report.py:") and location_of(observer.stack).endswith(" in flush")
+    assert location_of(observer.stack).startswith("reporting.py:") and location_of(observer.stack).endswith(" in flush")
 
 
 @pytest.mark.parametrize(

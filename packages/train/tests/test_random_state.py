@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from armillary.train.runtime.random_state import random_state, seed_all, set_random_state
+from armillary.train.random_state import random_state, seed_all, set_random_state
 
 CPU = torch.device("cpu")
 

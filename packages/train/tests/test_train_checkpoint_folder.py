@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from armillary.core.testing import refusal
-from armillary.train.checkpoint.checkpoints import commit
+from armillary.train.checkpoint.checkpoints import commit, first_differences
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.folder import CheckpointFolder, steps_to_delete
-from armillary.train.checkpoint.manifest import (
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.storage import (
     MANIFEST,
     Damaged,
     FileRecord,
@@ -28,7 +28,6 @@ from armillary.train.checkpoint.manifest import (
     is_copy,
     write_recorded,
 )
-from armillary.train.checkpoint.state import differences
 
 fork = multiprocessing.get_context("fork")  # a forked process need not import torch
 EMPTY = Manifest(0, 1, 0, {"rows": 4}, {"model_type": "llama"}, "", {})
@@ -260,17 +259,30 @@ def test_a_copy_under_the_name_of_another_step_is_kept(folder):
 
 
 def test_errors_name_the_first_differences():
-    assert differences({"a": 1, "b": None}, {"b": None, "a": 1}) == ""
-    assert differences({"a": (2, 3), "c": 0}, {"a": (3, 2), "b": None}) == (
+    assert first_differences({"a": 1, "b": None}, {"b": None, "a": 1}) == ""
+    assert first_differences({"a": (2, 3), "c": 0}, {"a": (3, 2), "b": None}) == (
         "a is (2, 3) there and (3, 2) here, c is 0 there and absent here, b is absent there and None here"
     )
-    assert differences(dict.fromkeys("abcde", 1), {}).endswith("c is 1 there and absent here, and 2 more")
+    assert first_differences(dict.fromkeys("abcde", 1), {}).endswith("c is 1 there and absent here, and 2 more")
 
 
-def test_retention_keeps_the_newest_and_multiples_of_a_number(folder):
-    assert steps_to_delete([1, 2, 3, 4, 5, 6], 2, None) == [1, 2, 3, 4]
-    assert steps_to_delete([1, 2, 3, 4, 5, 6], 1, 2) == [1, 3, 5]
-    assert steps_to_delete([2, 4], 2, 3) == [] and steps_to_delete([], 1, None) == []
+@pytest.mark.parametrize(
+    ("steps", "keep_last", "keep_every", "kept"),
+    [
+        ([1, 2, 3, 4, 5, 6], 2, None, [5, 6]),
+        ([1, 2, 3, 4, 5, 6], 1, 2, [2, 4, 6]),
+        ([2, 4], 2, 3, [2, 4]),
+        ([], 1, None, []),
+    ],
+)
+def test_retention_keeps_the_newest_and_multiples_of_a_number(folder, steps, keep_last, keep_every, kept):
+    for step in steps:
+        folder.path_of(step).mkdir(parents=True)
+    folder.prune(keep_last, keep_every)
+    assert folder.steps() == kept
+
+
+def test_retention_goes_by_numbers(folder):
     for step in (10, 9, 11, 100):
         save(folder, step)
     assert folder.steps() == [9, 10, 11, 100]  # sorted by number, not by name

@@ -49,16 +49,15 @@ from armillary.train import (
     trainer,
 )
 from armillary.train.checkpoint import Checkpoints
+from armillary.train.checkpoint.checkpoints import training_state
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import Manifest, checkpoint_fault, checksum
-from armillary.train.checkpoint.state import training_state
-from armillary.train.checkpoint.tensors import SavedTensors
-from armillary.train.cli import main
+from armillary.train.checkpoint.storage import Manifest, SavedTensors, checkpoint_fault, checksum
+from armillary.train.command import main
+from armillary.train.lock import OutputLock
 from armillary.train.parts import Ranks, Watchdog
-from armillary.train.reporting.report import Reporter
-from armillary.train.runtime.health.lock import OutputLock
-from armillary.train.runtime.random_state import random_state
+from armillary.train.random_state import random_state
+from armillary.train.reporting import Reporter
 from armillary.train.step import train_step
 
 RING = ParallelConfig(ring=2, ulysses=1)

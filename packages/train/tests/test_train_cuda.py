@@ -14,11 +14,11 @@ from armillary.attention.parts import FlashAttn3
 from armillary.core.parts import compat
 from armillary.models import LlamaConfig
 from armillary.models.block import Block
-from armillary.train import Config, CudaConfig, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, build, kernels
-from armillary.train.cli import main
+from armillary.train import Config, CudaConfig, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, build
+from armillary.train import device as run_device
+from armillary.train.command import main
 from armillary.train.config import check_config
-from armillary.train.cuda_setup import CONNECTIONS, cuda_setup
-from armillary.train.runtime.device import set_allocator
+from armillary.train.device import CONNECTIONS, cuda_setup, set_allocator
 
 CONFIGS = {
     "by default": (
@@ -131,16 +131,16 @@ def test_the_allocator_accepts_its_settings():
     ],
 )
 def test_flash_attention_3_leaves_multiprocessors_to_nccl(monkeypatch, chosen, sm_margin, ring, margin):
-    monkeypatch.setattr(kernels, "choose_kernel", lambda inputs, named: chosen)
+    monkeypatch.setattr(run_device, "choose_kernel", lambda inputs, named: chosen)
     config = Config(cuda=CudaConfig(sm_margin=sm_margin), parallel=ParallelConfig(kernel="some"))
-    kernel = kernels.kernel_with_sm_margin(config, LlamaConfig.debug(), torch.float32, torch.device("cpu"), ring)
+    kernel = run_device.kernel_with_sm_margin(config, LlamaConfig.debug(), torch.float32, torch.device("cpu"), ring)
     assert kernel == (FlashAttn3(sm_margin=margin) if margin else "some")
 
 
 def test_a_compiled_graph_leaves_no_margin_by_default():
     config = Config(parallel=ParallelConfig(compiler="eager"))
     check_config(config)
-    assert kernels.sm_margin(config, ring=8) == 0 and kernels.sm_margin(Config(), ring=8) == 16
+    assert run_device.sm_margin(config, ring=8) == 0 and run_device.sm_margin(Config(), ring=8) == 16
 
 
 def test_a_run_uses_the_chosen_kernel(monkeypatch, tmp_path):

@@ -19,11 +19,10 @@ from armillary.data.formats.foreign import is_single_dataset
 from armillary.data.prepare.sources import chunks
 from armillary.data.text.tokenizer import parse_definition, read_name
 from armillary.models.parts import ends_of_text, open_tensors
-from armillary.train.checkpoint.manifest import Damaged, FileRecord, file_fault, read_checked
-from armillary.train.checkpoint.tensors import SavedTensors
+from armillary.train.checkpoint.storage import Damaged, FileRecord, SavedTensors, file_fault, read_checked
 from armillary.train.config.overlay import read_settings
-from armillary.train.reporting import journal
-from armillary.train.runtime.health.lock import Holder, heartbeat
+from armillary.train.lock import Holder, heartbeat
+from armillary.train.reporting import cut_records, read_records
 
 JSON, TOML = "[" * 100_000, "a = " + "[" * 100_000
 
@@ -49,8 +48,8 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "model.safetensors": lambda path: open_tensors(path, ExitStack()),
     "rank-0.safetensors": lambda path: SavedTensors(path.parent, [path.name]),
     "rank-1.safetensors": FileRecord.of_file,
-    "metrics.jsonl": lambda path: list(journal.read(path)),
-    "cut.jsonl": lambda path: journal.cut(path, 3),
+    "metrics.jsonl": lambda path: list(read_records(path)),
+    "cut.jsonl": lambda path: cut_records(path, 3),
     "1.held": Holder.read,
     "2.held": heartbeat,
 }
@@ -85,7 +84,7 @@ def test_every_reader_refuses_nested_json_and_json_that_is_no_object(tmp_path, n
 
 def test_deeply_nested_lines_are_no_records_and_toml_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(JSON)
-    assert list(journal.read(tmp_path / "metrics.jsonl")) == []
+    assert list(read_records(tmp_path / "metrics.jsonl")) == []
     (tmp_path / "run.toml").write_text(TOML)
     assert "nested too deeply" in refusal(read_settings, tmp_path / "run.toml")
 

@@ -24,10 +24,9 @@ from armillary.train import (
     process_group,
     train_loop,
 )
-from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.tensors import SavedTensors
-from armillary.train.generate.cli import run as continue_prompts
-from armillary.train.generate.command import Generate, read_generate
+from armillary.train.checkpoint.storage import Manifest, SavedTensors
+from armillary.train.generate import Generate, read_generate
+from armillary.train.generate import run as continue_prompts
 
 PROMPTS = ("3", "5 17 9", "1 2 3 4 5 6 7", " ".join(str(7 * i % 60) for i in range(23)))
 """Prompts of 1, 3, 7 and 23 tokens: fewer than the ranks, and never a multiple of them."""
@@ -132,7 +131,7 @@ def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
 
 
 def test_prompts_are_read_from_files(tmp_path):
-    from armillary.train.generate.command import prompts_of
+    from armillary.train.generate import prompts_of
 
     (tmp_path / "prompt.txt").write_text("two\nlines\n")
     request = read_generate(

@@ -25,8 +25,8 @@ from armillary.core.testing import fake_world
 from armillary.data import ByteTokenizer, Document, TokenStore
 from armillary.models import Checkpointing
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, Run, TrainConfig
+from armillary.train.axes import data_mesh
 from armillary.train.config import model_config
-from armillary.train.parallel import data_mesh
 from armillary.train.parts import load_rows, shard_model
 from armillary.train.step import train_step
 

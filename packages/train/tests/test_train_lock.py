@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from armillary.train import lock as locks
 from armillary.train.checkpoint.checkpoints import commit
 from armillary.train.checkpoint.folder import CheckpointFolder, remove
-from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.reporting.journal import Journal
-from armillary.train.runtime.health import lock as locks
-from armillary.train.runtime.health.lock import FolderInUse, Holder, LockLost, OutputLock, start_time, take
+from armillary.train.checkpoint.storage import Manifest
+from armillary.train.lock import FolderInUse, Holder, LockLost, OutputLock, start_time, take
+from armillary.train.reporting import Journal
 
 fork = multiprocessing.get_context("fork")
 
@@ -260,7 +260,7 @@ def test_an_unforeseen_error_of_the_lock_raises_on_all_ranks(worlds, tmp_path):
 def lose_folder(output: Path) -> list[str]:
     """Returns the error of a run that loses its folder during training."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("armillary.train.runtime.health.lock.BEAT", 0.02)
+        patch.setattr("armillary.train.lock.BEAT", 0.02)
         with OutputLock(output, print) as lock:
             lock.check()
             (output / "lock/1.held").rename(output / "lock/2.held")

@@ -37,11 +37,11 @@ from armillary.train import (
     process_group,
     train_loop,
 )
+from armillary.train.build import vocabulary_size
 from armillary.train.checkpoint.export import main as export
 from armillary.train.command import read_command
 from armillary.train.config import model_config
 from armillary.train.parts import open_stores
-from armillary.train.rows import vocabulary_size
 
 TEXT = (Path(armillary.train.__file__).parent,)
 """Training text: reading all of Python's source would take each rank longer than training."""

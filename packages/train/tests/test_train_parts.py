@@ -8,9 +8,9 @@ import torch
 from armillary.attention import AttentionMask
 from armillary.data.console import parse
 from armillary.train import Config, ParallelConfig, TrainConfig
-from armillary.train.parallel import choose_device
+from armillary.train.device import choose_device
+from armillary.train.metrics import StepMetrics
 from armillary.train.parts import batch_mask, choose_axes
-from armillary.train.reporting.metrics import StepMetrics
 
 
 def parsed(argv: list[str]) -> Config:

@@ -29,12 +29,11 @@ from armillary.train import (
     process_group,
     train_loop,
 )
+from armillary.train.checkpoint.checkpoints import model_description, training_state
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.manifest import MANIFEST, FileRecord, Manifest, write_checked
-from armillary.train.checkpoint.state import model_description, training_state
-from armillary.train.checkpoint.tensors import SavedTensors
-from armillary.train.generate.cli import run as generate
-from armillary.train.generate.command import Generate
+from armillary.train.checkpoint.storage import MANIFEST, FileRecord, Manifest, SavedTensors, write_checked
+from armillary.train.generate import Generate
+from armillary.train.generate import run as generate
 
 FILE = "rank-0.safetensors"
 TEXT = (Path(armillary.train.__file__).parent,)

@@ -6,20 +6,19 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from armillary.train.reporting import journal
-from armillary.train.reporting.metrics import StepMetrics
-from armillary.train.reporting.plot import draw_loss
+from armillary.train.metrics import StepMetrics
+from armillary.train.reporting import Journal, draw_loss
 
 
 def write_run(folder, losses):
-    written = journal.Journal(folder / "metrics.jsonl")
+    written = Journal(folder / "metrics.jsonl")
     written.on_resume(0)
     for step, loss in enumerate(losses, 1):
         written.step(StepMetrics(step, loss, 1.0 / step, 1e-3, 1, 1.0, 1.0, None, 1.0, step))
         if step % 10 == 0:
             written.on_validation(step, {"loss": 5.5 / step, "recall": 0.5})
     written.close()
-    reopened = journal.Journal(folder / "metrics.jsonl")
+    reopened = Journal(folder / "metrics.jsonl")
     reopened.on_resume(len(losses) - 1)
     reopened.close()
     with (folder / "metrics.jsonl").open("a") as file:

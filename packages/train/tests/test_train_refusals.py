@@ -40,18 +40,18 @@ from armillary.train import (
     SaveConfig,
     TrainConfig,
 )
-from armillary.train import cli as trainer
+from armillary.train import command as trainer
+from armillary.train.build import vocabulary_size
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.manifest import FORMAT, MANIFEST, Manifest, checkpoint_fault, checksum
+from armillary.train.checkpoint.storage import FORMAT, MANIFEST, Manifest, checkpoint_fault, checksum
 from armillary.train.config import check_config
 from armillary.train.config.check import check_log
-from armillary.train.generate.cli import main as generate
-from armillary.train.generate.cli import run as continue_prompts
-from armillary.train.generate.command import Generate
+from armillary.train.generate import Generate
+from armillary.train.generate import main as generate
+from armillary.train.generate import run as continue_prompts
 from armillary.train.parts import open_stores
-from armillary.train.rows import vocabulary_size
-from armillary.train.runtime.random_state import WORDS, random_state, set_random_state
+from armillary.train.random_state import WORDS, random_state, set_random_state
 from armillary.train.tokenizer import TokenSource
 
 RUN = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1), save=SaveConfig(every=1))
@@ -233,6 +233,8 @@ TRAIN = [
     ("--parallel.cp 8 --parallel.ring 2", "--parallel.cp 8 .*--parallel.ring.*--parallel.ulysses"),
     ("--parallel.heads-per-stage 0", "--parallel.heads-per-stage 0: "),
     ("--parallel.attention flash", "'flash'"),
+    ("--parallel.attention ring --parallel.team 2", "--parallel.attention: .*team=2"),
+    ("--parallel.attention wallfacer --parallel.heads-per-stage 4", "--parallel.attention: .*heads_per_stage=4"),
     ("--parallel.attention upipe+nothing", r"'upipe\+nothing'"),
     ("--parallel.team 0", "--parallel.team 0: "),
     ("--parallel.compiler eager --cuda.sm-margin 4", "--cuda.sm-margin 4"),

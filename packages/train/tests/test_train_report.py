@@ -33,12 +33,9 @@ from armillary.train import (
     train_loop,
 )
 from armillary.train.config.check import check_log
-from armillary.train.reporting import journal as journals
-from armillary.train.reporting.journal import Journal
-from armillary.train.reporting.metrics import StepMetrics, Stopwatch, average
-from armillary.train.reporting.report import GuardedSink, Reporter
-from armillary.train.reporting.sinks import Screen, Sink
-from armillary.train.runtime.device import peak_flops, peak_memory
+from armillary.train.device import peak_flops, peak_memory
+from armillary.train.metrics import StepMetrics, Stopwatch, average
+from armillary.train.reporting import GuardedSink, Journal, Reporter, Screen, Sink, read_records
 
 TEXT = (Path(armillary.train.__file__).parent,)
 """Training text: reading all of Python's source would take each rank longer than training."""
@@ -85,7 +82,7 @@ def test_a_run_writes_metrics_tensorboard_traces_and_a_plot(worlds, tmp_path):
     log = LogConfig(every=4, tensorboard=True, profile=(2, 3, 5))
     config = replace(SMALL, data=texts(tmp_path), log=log, train=replace(SMALL.train, output=tmp_path))
     (summary, output), (_, output_of_rank_1) = worlds(2).run(run, config)
-    records = list(journals.read(tmp_path / "metrics.jsonl"))
+    records = list(read_records(tmp_path / "metrics.jsonl"))
     steps = [record for record in records if "loss" in record]
     assert [(record["step"], record["loss"]) for record in steps] == list(enumerate(summary.losses, 1))
     assert [record["tokens"] for record in steps] == [128 * step for step in range(1, 7)]
@@ -122,7 +119,7 @@ def test_a_longer_run_in_the_same_folder_appends_to_its_files(worlds, tmp_path):
     for steps in (3, 5):
         train_config = replace(SMALL.train, steps=steps, output=tmp_path)
         worlds(1).run(run, replace(config, train=train_config))
-    records = list(journals.read(tmp_path / "metrics.jsonl"))
+    records = list(read_records(tmp_path / "metrics.jsonl"))
     assert [(r["step"], r["tokens"]) for r in records if "loss" in r] == [(step, 128 * step) for step in range(1, 6)]
     events = [(r["event"], r["step"]) for r in records if "event" in r]
     first = [("started", 0), ("saving", 3), ("saved", 3), ("finished", 3)]
@@ -149,7 +146,7 @@ def test_a_stopped_run_writes_its_plot(worlds, tmp_path):
     forever = replace(SMALL.train, steps=1_000_000, output=tmp_path)
     config = replace(SMALL, data=texts(tmp_path), log=LogConfig(every=3), save=SaveConfig(every=10**6), train=forever)
     steps, output = worlds(1).run(run_interrupted, config)[0]
-    last = list(journals.read(tmp_path / "metrics.jsonl"))[-1]
+    last = list(read_records(tmp_path / "metrics.jsonl"))[-1]
     assert (last["event"], last["step"]) == ("stopped", steps) and 3 <= steps < 1_000_000
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert f"loss curve   {tmp_path}/loss.png" in output
@@ -258,7 +255,7 @@ def test_a_fresh_start_replaces_the_metrics_file(tmp_path):
         journal.on_resume(0)
         journal.step(metrics(1))
         journal.close()
-    assert [record["step"] for record in journals.read(path)] == [0, 0, 1]
+    assert [record["step"] for record in read_records(path)] == [0, 0, 1]
 
 
 def test_numbers_that_are_not_finite_are_null_and_marked(tmp_path):
@@ -289,7 +286,7 @@ def fails(config: Config) -> bool:
 def test_skipped_steps_and_failures_are_events(worlds, tmp_path):
     config = replace(SMALL, train=replace(SMALL.train, output=tmp_path))
     assert worlds(1).run(fails, config) == [True]
-    events = [r for r in journals.read(tmp_path / "metrics.jsonl") if "event" in r]
+    events = [r for r in read_records(tmp_path / "metrics.jsonl") if "event" in r]
     assert [(r["event"], r["step"]) for r in events] == [("started", 0), ("skipped", 1), ("failed", 1)]
     assert events[-1]["text"] == "FloatingPointError: step 2: loss nan"
 
@@ -365,7 +362,7 @@ def full_disk(folder: Path) -> tuple[str, list[int]]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     guarded.submit(lambda sink: sink.step(metrics(11)))
     guarded.close(60)
-    return " ".join(messages), [record["step"] for record in journals.read(journal.path)]
+    return " ".join(messages), [record["step"] for record in read_records(journal.path)]
 
 
 def test_a_full_disk_is_reported_once_and_later_lines_are_written(worlds, tmp_path):

@@ -24,8 +24,8 @@ from armillary.train import (
     train_loop,
 )
 from armillary.train.checkpoint.export import main as export
-from armillary.train.generate.cli import run as generate
-from armillary.train.generate.command import Generate
+from armillary.train.generate import Generate
+from armillary.train.generate import run as generate
 from armillary.train.tokenizer import TokenSource
 
 TEXT = "  def main(x):\n    return 'é' + x  # 日本\n"

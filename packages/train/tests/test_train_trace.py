@@ -25,7 +25,7 @@ from armillary.train import (
     train_loop,
 )
 from armillary.train.command import read_command
-from armillary.train.runtime.profiler import StepTrace
+from armillary.train.profiler import StepTrace
 
 TEXT = (Path(armillary.train.__file__).parent,)
 """Training text: reading all of Python's source would take each rank longer than training."""

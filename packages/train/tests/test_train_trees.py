@@ -23,11 +23,10 @@ from armillary.train import (
     prepare,
     process_group,
 )
-from armillary.train.bad_steps import bad_rows
 from armillary.train.config import model_config
 from armillary.train.parts import batch_mask
 from armillary.train.step import backward, sum_over_ranks
-from armillary.train.validation import validate
+from armillary.train.trainer import bad_rows, validate
 
 LENGTH = 40
 ROWS = [

@@ -18,8 +18,8 @@ from armillary.train.config.sections import (
 
 if TYPE_CHECKING:
     from armillary.train.build import prepare, process_group
-    from armillary.train.reporting.metrics import Summary
-    from armillary.train.run import Run
+    from armillary.train.metrics import Summary
+    from armillary.train.step import Run
     from armillary.train.trainer import train, train_loop
 
 __all__ = [
@@ -42,16 +42,10 @@ __all__ = [
 ]
 
 _SLOW_MODULES = {
-    "armillary.train.run": ("Run",),
-    "armillary.train.reporting.metrics": ("Summary",),
-    "armillary.train.build": (
-        "prepare",
-        "process_group",
-    ),
-    "armillary.train.trainer": (
-        "train",
-        "train_loop",
-    ),
+    "armillary.train.step": ("Run",),
+    "armillary.train.metrics": ("Summary",),
+    "armillary.train.build": ("prepare", "process_group"),
+    "armillary.train.trainer": ("train", "train_loop"),
 }
 """Modules that need FSDP2 and DTensor. A command with wrong arguments ends without them."""
 

@@ -1,31 +1,51 @@
-"""Building a run from its configuration: the process group, the model on its mesh, data and optimizer."""
+"""Building a run from its configuration: the process group, the model on its mesh, rows of data, and the optimizer."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention import Method, build_attention
-from armillary.core import Axis, accumulation_dtype, build_mesh, start_process_group, world_size
-from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, load_pretrained, parallelize
+from armillary.attention import Method
+from armillary.core import Axis, SequenceLayout, accumulation_dtype, build_mesh, start_process_group, world_size
+from armillary.data import Batch, PackedSequences, TokenStore, check_length, python_corpus
+from armillary.data.console import flag_in_errors
+from armillary.data.parts import PACKINGS, Documents, open_tokens, read_tokenizer
+from armillary.models import (
+    GPT,
+    GPTConfig,
+    Llama,
+    LlamaConfig,
+    initialize,
+    load_pretrained,
+    parallelize,
+    pretrained_config,
+)
 from armillary.models.parts import meta_model, weight_map
+from armillary.train.axes import choose_axes, data_mesh, mesh_axes
 from armillary.train.checkpoint import check_output
-from armillary.train.config.check import check_config, check_log, model_config
+from armillary.train.config.check import check_config, check_log, configured_method, model_config
 from armillary.train.config.overlay import by_flag
-from armillary.train.config.sections import Config
-from armillary.train.cuda_setup import cuda_setup, set_connections
-from armillary.train.kernels import check_kernel, kernel_with_sm_margin
+from armillary.train.config.sections import Config, DataConfig, ModelConfig
+from armillary.train.device import (
+    CONNECTIONS,
+    allocator_settings,
+    check_kernel,
+    choose_device,
+    connections,
+    cuda_setup,
+    kernel_with_sm_margin,
+    set_allocator,
+)
 from armillary.train.optimizer import build_optimizer
-from armillary.train.parallel import choose_axes, choose_device, data_mesh, mesh_axes
-from armillary.train.rows import load_rows, open_stores, vocabulary_size
-from armillary.train.run import Run
-from armillary.train.runtime.device import allocator_settings, set_allocator
-from armillary.train.runtime.health.ranks import check_consistent
+from armillary.train.ranks import check_consistent
+from armillary.train.step import Run, batch_mask
 
 
 @contextmanager
@@ -39,7 +59,7 @@ def process_group(config: Config) -> Generator[torch.device]:
     # 1. Checks that need no other rank come before the ranks wait for each other.
     check_config(config)
     if config.train.device != "cpu":
-        set_connections(config.cuda)  # an environment variable that CUDA reads when it starts
+        os.environ[CONNECTIONS] = str(connections(config.cuda))  # CUDA reads it when it starts
     device = choose_device(config.train)
     check_log(config.log, config.train.steps, device)
     if device.type == "cuda":
@@ -120,10 +140,9 @@ def shard_model(
         ValueError: sizes that do not fit the mesh or the attention method.
     """
     parallel = config.parallel
-    attention = build_attention(
-        parallel.attention, mesh, parallel.heads_per_stage, team=parallel.team, placement=parallel.placement
-    )
+    attention = configured_method(parallel).build(mesh)
     attention.kernel = parallel.kernel
+    # Parameters have no memory yet: `prepare` allocates only this rank's shards.
     model = meta_model(sizes).to(accumulation_dtype(precision))
     parallelize(
         model,
@@ -145,3 +164,78 @@ def precision(config: Config, device: torch.device) -> torch.dtype:
     if setting == "auto":
         setting = "bfloat16" if device.type == "cuda" else "float32"
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[setting]
+
+
+def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[TokenStore]:
+    """Returns the stores at the configured paths; text is tokenized in memory.
+
+    Args:
+        pretrained: folder of the model; its tokenizer reads text, if it has one.
+
+    Raises:
+        ValueError: a path is unreadable, incomplete or without text, or its tokens are not the pretrained model's.
+    """
+    if not config.path:
+        return [TokenStore.of(python_corpus(), read_tokenizer(pretrained), "Python's own text")]
+    return [open_tokens(path, pretrained) for path in config.path]
+
+
+def vocabulary_size(stores: list[TokenStore], model: ModelConfig) -> int:
+    """Returns the vocabulary size of the model: from the pretrained folder or the flag, else from the stores."""
+    store_size = max((store.vocabulary.size for store in stores if store.vocabulary.size), default=None)
+    size = model.vocab_size if model.pretrained is None else pretrained_config(model.pretrained).vocab_size
+    if size is None and store_size is None:
+        raise ValueError(f"{stores[0].name} does not record the size of its vocabulary; set --model.vocab-size")
+    if size is not None and store_size is not None and size < store_size:
+        tokens = f"the tokens of the data go up to {store_size - 1}"
+        if model.pretrained is not None:
+            raise ValueError(f"--model.pretrained {model.pretrained}: its vocabulary has {size} tokens, but {tokens}")
+        raise ValueError(f"--model.vocab-size {size}: {tokens}; give at least {store_size}")
+    return size or store_size or 0
+
+
+def load_rows(
+    config: Config, stores: list[TokenStore], attention: Method, replica: int
+) -> tuple[PackedSequences, PackedSequences]:
+    """Returns packed rows for training and for validation, from disjoint sets of documents.
+
+    Args:
+        attention: method whose layout and shard decide which tokens of a row this rank reads.
+        replica: this rank's data-parallel index.
+
+    Raises:
+        ValueError: the stores' documents cannot be split or mixed, or have fewer tokens in total than a row.
+    """
+    length, kind = config.data.sequence_length, config.data.layout
+    with flag_in_errors("--data.sequence-length"):  # fewer tokens than shards, or more than the stores have
+        check_length(stores, length)
+        layout = attention.layout(length, kind)
+
+    # A balanced layout gives ranks nearly equal numbers of visible pairs, which depend on the batch's documents.
+    def balanced_layout(documents: Documents) -> SequenceLayout:
+        return attention.layout(length, "balanced", batch_mask(documents, None, config.data.documents))
+
+    # The loader's thread plans attention (tiles and sends) for the next batch, while the current one trains.
+    def plan(batch: Batch) -> None:
+        mask = batch_mask(batch.documents, None, config.data.documents)
+        attention.plan_ahead(mask, batch.layout, len(batch.documents))
+
+    def rows(stores_subset: list[TokenStore]) -> PackedSequences:
+        return PackedSequences(
+            stores_subset,
+            layout=layout,
+            shard=attention.shard,
+            rows_per_batch=config.rows_per_batch,
+            packing=PACKINGS[config.data.packing],
+            weights=config.data.weights or None,
+            seed=config.train.seed,
+            replica=replica,
+            replicas=config.replicas,
+            reset_positions=config.data.reset_positions,
+            layout_for=balanced_layout if kind == "balanced" and config.data.documents else None,
+            # Without documents every batch has the same mask and layout: the first call's plan serves all.
+            plan=plan if config.data.documents else None,
+        )
+
+    training, validation = zip(*(store.split(config.data.validation_fraction) for store in stores), strict=True)
+    return rows(list(training)), rows(list(validation))

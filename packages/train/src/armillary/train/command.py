@@ -1,4 +1,4 @@
-"""The command line: a recipe, overridden by a file, overridden by flags."""
+"""The command line, `armillary-train` or `torchrun -m armillary.train`: a recipe, overridden by a file and by flags."""
 
 from __future__ import annotations
 
@@ -9,15 +9,45 @@ from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from traceback import extract_tb
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import tyro
 
-from armillary.data.console import parse, parse_known, refuse_removed
+from armillary.data.console import FAILED, exit_on_error, parse, parse_known, refuse_removed
 from armillary.train import recipes
 from armillary.train.config.check import GPT_FIELDS, PRETRAINED_FIELDS
 from armillary.train.config.overlay import differences, flag, overlay_settings, read_settings
 from armillary.train.config.sections import Config, ModelConfig
+
+if TYPE_CHECKING:
+    from armillary.train.watchdog import Watchdog
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parses the command line and trains.
+
+    Exit codes: 0 trained to the last step, or saved and stopped by a signal; 1 failed while training, after a line that
+    names rank, step and error, or before because of the machine or another rank; 2 refused to start, with the reason in
+    one line; 130 ^C; 143 or 138 ended by a second SIGTERM or SIGUSR1. torchrun prints the line last (`report_failure`).
+    """
+    watchdog: Watchdog | None = None
+    with exit_on_error(PROGRAM, is_started=lambda: watchdog is not None and watchdog.training_started):
+        command, overrides = read_command(sys.argv[1:] if argv is None else argv)
+        if command.dry_run:
+            from armillary.train.dry_run import show_dry_run  # not on every rank of every run
+
+            show_dry_run(command.run, command.ranks, command.json)
+            return
+        from armillary.train.trainer import train, watchdog_of  # takes seconds, and wrong arguments need none of it
+
+        watchdog = watchdog_of(command.run)
+        try:
+            train(command.run, watchdog, overrides)
+        except Exception:
+            if watchdog.explained:
+                sys.exit(FAILED)
+            raise
+
 
 PROGRAM = "armillary-train"
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}
@@ -88,11 +118,7 @@ class Command(ConfiguredRun):
 
 
 def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
-    """Returns the command and lines to print: the recipe's name, and the fields that differ from the recipe.
-
-    Raises:
-        ValueError: as `read_run`, or an option of a dry run without --dry-run.
-    """
+    """Returns the command and lines to print: the recipe's name, and the fields that differ from the recipe."""
     command, recipe = read_run(argv, Command, PROGRAM)
     if not command.dry_run and (command.ranks is not None or command.json):
         name = "json" if command.ranks is None else "ranks"
@@ -134,10 +160,6 @@ def read_run(argv: Sequence[str], kind: type[Options], program: str) -> tuple[Op
 def check_model_flags(argv: Sequence[str], model: ModelConfig) -> None:
     """Refuses flags of the model that have no effect, whatever their values: a configuration does not tell a flag with
     the default's value from none.
-
-    Raises:
-        ValueError: a size beside a pretrained folder, which sets all sizes, or a flag that a GPT does not have. Names
-            the flag.
     """
     if model.pretrained is not None:
         allowed, reason = PRETRAINED_FIELDS, f"the model in {model.pretrained} sets it"
@@ -185,15 +207,13 @@ def recipe_errors(label: str) -> Generator[None]:
     """Turns an exception of a recipe into a ValueError with its type and place, without both if a module is missing."""
     try:
         yield
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{label}: {error}") from error
     except Exception as error:
-        prefix = "" if isinstance(error, ModuleNotFoundError) else f"{type(error).__name__}{location_of(error)}: "
-        raise ValueError(f"{label}: {prefix}{error}") from error
-
-
-def location_of(error: Exception) -> str:
-    """Returns " at FILE:LINE" of a syntax error, else of the last frame outside of this file and importlib, or ""."""
-    if isinstance(error, SyntaxError):
-        return f" at {error.filename}:{error.lineno}"
-    frames = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
-    recipe_frames = [x for x in frames if Path(x.filename) != Path(__file__) and "importlib" not in x.filename]
-    return f" at {recipe_frames[-1].filename}:{recipe_frames[-1].lineno}" if recipe_frames else ""
+        # The place is that of a syntax error, else the last frame outside of this file and importlib.
+        frames = [frame for frame in extract_tb(error.__traceback__) if Path(frame.filename).is_file()]
+        places = [(x.filename, x.lineno) for x in frames if x.filename != __file__ and "importlib" not in x.filename]
+        if isinstance(error, SyntaxError):
+            places = [(error.filename, error.lineno)]
+        place = f" at {places[-1][0]}:{places[-1][1]}" if places else ""
+        raise ValueError(f"{label}: {type(error).__name__}{place}: {error}") from error

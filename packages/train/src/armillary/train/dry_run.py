@@ -7,30 +7,34 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
+from itertools import takewhile
 from math import prod
 
 import torch
 
 from armillary.attention import Method
+from armillary.attention.parts import FAMILIES, Inputs, choose_kernel, kernel_candidates
 from armillary.attention.plans import head_stages
 from armillary.core.parts import check_axes, compat
 from armillary.core.testing import fake_world
 from armillary.data.console import Column, flag_in_errors, print_lines, print_table
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
-from armillary.train.build import precision, shard_model
+from armillary.train.axes import choose_axes, mesh_axes
+from armillary.train.build import open_stores, precision, shard_model, vocabulary_size
 from armillary.train.config.check import check_config, model_config
 from armillary.train.config.sections import Config
-from armillary.train.cuda_setup import CudaSetup, cuda_setup
-from armillary.train.kernels import Capability, ChosenKernel, kernels_of
-from armillary.train.parallel import choose_axes, mesh_axes
-from armillary.train.rows import open_stores, vocabulary_size
+from armillary.train.device import CudaSetup, cuda_setup, inputs_of
 
 MOST_RANKS = 2**14
 """Maximum number of ranks of a dry run, whose time grows with that number."""
 SHOWN_PARAMETERS = 6
 """Number of parameters in the table of the largest."""
+Capability = tuple[int, int]
+"""Compute capability of a GPU, (major, minor)."""
+DRY_RUN_CAPABILITIES: tuple[Capability, ...] = ((8, 0), (9, 0), (10, 0))
+"""Compute capabilities that a dry run shows on a machine without a GPU."""
 STEP = (Column("one rank, one micro-batch", text=True), Column("shape (numbers)"))
 PARAMETERS = (
     Column("largest parameters", text=True),
@@ -55,6 +59,21 @@ class Parameter:
     count: int
     shape: tuple[int, ...]
     local: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ChosenKernel:
+    """The kernel that runs on one kind of device.
+
+    Args:
+        device: a description such as "compute capability 9.0 (Hopper)".
+        name: name of the kernel; None if the requested kernel cannot run there.
+        rejected: by kernel name, the reasons why faster kernels, or the requested one, do not run.
+    """
+
+    device: str
+    name: str | None
+    rejected: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -173,6 +192,49 @@ def largest_parameters(model: Llama | GPT) -> list[Parameter]:
     )
     entries = [Parameter(name, count, shape, local) for (name, shape, local), count in counts.items()]
     return sorted(entries, key=lambda p: -p.count * prod(p.shape))[:SHOWN_PARAMETERS]
+
+
+def kernels_of(
+    config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, capability: Capability | None = None
+) -> list[ChosenKernel]:
+    """Returns the attention kernel on each device of a dry run, with the reasons against faster kernels.
+
+    The device is the CPU if the configuration names it, else a GPU. A kernel's package, such as flash-attn, counts as
+    installed if it is installed on this machine.
+
+    Args:
+        capability: compute capability of the GPU; by default that of this machine's GPU, without one each of
+            `DRY_RUN_CAPABILITIES` in turn.
+    """
+    if config.train.device == "cpu":
+        return [_explain_choice(inputs_of(config, model, dtype, torch.device("cpu")), config.parallel.kernel)]
+    inputs = inputs_of(config, model, dtype, torch.device("cuda"))
+    known_capability = inputs.capability if capability is None else capability
+    return [
+        _explain_choice(replace(inputs, capability=each), config.parallel.kernel)
+        for each in ([known_capability] if known_capability else DRY_RUN_CAPABILITIES)
+    ]
+
+
+def _explain_choice(inputs: Inputs, requested_kernel: str | None) -> ChosenKernel:
+    """Returns the kernel for these inputs, and the reasons against faster kernels or the requested one."""
+    device = inputs.device
+    if inputs.capability is not None:
+        number = ".".join(map(str, inputs.capability))
+        device = f"compute capability {number} ({FAMILIES.get(inputs.capability[0], 'newer')})"
+    # Candidates for this type of device by name, the most preferred first.
+    candidates = {
+        c.kernel.name: c for c in kernel_candidates(inputs) if c.kernel.limits.device in (None, inputs.device)
+    }
+    if requested_kernel is not None:
+        candidate = candidates.get(requested_kernel)
+        refusal = "of another device" if candidate is None else candidate.refusal
+        if refusal is not None:
+            return ChosenKernel(device, None, {requested_kernel: refusal})
+        return ChosenKernel(device, requested_kernel, {})
+    chosen_name = choose_kernel(inputs).name
+    preferred = takewhile(lambda name: name != chosen_name, candidates)
+    return ChosenKernel(device, chosen_name, {name: candidates[name].reason for name in preferred})
 
 
 # -- output -----------------------------------------------------------------------------------------------------------

@@ -5,37 +5,23 @@
 from typing import TYPE_CHECKING
 
 from armillary.core.parts import imported_at_first_use
-from armillary.train.kernels import kernel_with_sm_margin, sm_margin
+from armillary.train.axes import choose_axes
+from armillary.train.device import kernel_with_sm_margin, sm_margin
 from armillary.train.optimizer import build_optimizer
-from armillary.train.parallel import choose_axes
-from armillary.train.rows import load_rows, open_stores
-from armillary.train.run import batch_mask
-from armillary.train.runtime.health.watchdog import Watchdog, caused_by_peers
+from armillary.train.watchdog import Watchdog, caused_by_peers
 
 if TYPE_CHECKING:
-    from armillary.train.build import collective_timeout, mesh_of, precision, shard_model
+    from armillary.train.build import collective_timeout, load_rows, mesh_of, open_stores, precision, shard_model
     from armillary.train.dry_run import MOST_RANKS, DryRun, dry_run, precision_of, print_dry_run
-    from armillary.train.runtime.health.ranks import Ranks, check_consistent
+    from armillary.train.ranks import Ranks, check_consistent
+    from armillary.train.step import batch_mask
     from armillary.train.trainer import watchdog_of
 
 _SLOW_NAMES = {
-    "armillary.train.build": (
-        "collective_timeout",
-        "mesh_of",
-        "precision",
-        "shard_model",
-    ),
-    "armillary.train.dry_run": (
-        "DryRun",
-        "MOST_RANKS",
-        "dry_run",
-        "precision_of",
-        "print_dry_run",
-    ),
-    "armillary.train.runtime.health.ranks": (
-        "Ranks",
-        "check_consistent",
-    ),
+    "armillary.train.build": ("collective_timeout", "load_rows", "mesh_of", "open_stores", "precision", "shard_model"),
+    "armillary.train.dry_run": ("DryRun", "MOST_RANKS", "dry_run", "precision_of", "print_dry_run"),
+    "armillary.train.ranks": ("Ranks", "check_consistent"),
+    "armillary.train.step": ("batch_mask",),
     "armillary.train.trainer": ("watchdog_of",),
 }
 """Modules that need FSDP2 or torch.compile, which take seconds to import, and their names here."""

@@ -1,4 +1,4 @@
-"""One step: the loss of a global batch, its gradients, and the optimizer."""
+"""One step of a prepared run: the loss of a global batch, its gradients, and the optimizer."""
 
 from __future__ import annotations
 
@@ -11,13 +11,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import AdamW
 
-from armillary.core import clip_gradients, to_device
-from armillary.data import Batch
-from armillary.models import linear_token_loss
+from armillary.attention import AttentionMask
+from armillary.core import Axis, clip_gradients, to_device
+from armillary.data import Batch, Batches
+from armillary.data.parts import Documents, Parents
+from armillary.models import GPT, Llama, linear_token_loss
 from armillary.models.parallel import begin_micro_batch
-from armillary.train.lr_schedule import learning_rate
-from armillary.train.run import Run
+from armillary.train.config.sections import Config
+from armillary.train.optimizer import learning_rate
+
+
+@dataclass
+class Run:
+    """A sharded model with its optimizer, and loaders that read this rank's tokens.
+
+    Args:
+        data: axis of all ranks that hold different tokens of a step; losses and label counts are summed over it.
+        training: yields this rank's micro-batches, one after the other.
+        validation: micro-batches of held-out rows.
+    """
+
+    config: Config
+    device: torch.device
+    data: Axis
+    model: Llama | GPT
+    optimizer: AdamW
+    training: Batches
+    validation: Batches
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a step, over all ranks and micro-batches."""
+        return self.training.tokens_per_batch * self.config.train.accumulation
+
+    def mask(self, batch: Batch) -> AttentionMask:
+        """Returns the mask of a batch as configured; see `batch_mask`."""
+        return batch_mask(batch.documents, batch.parents, self.config.data.documents)
 
 
 @dataclass(frozen=True)
@@ -93,6 +124,21 @@ def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
         layout=batch.layout,
         head=partial(head, labels=labels),
     )
+
+
+def batch_mask(documents: Documents, parents: Parents | None, within_documents: bool) -> AttentionMask:
+    """Returns the causal mask of a batch.
+
+    Args:
+        documents: boundaries of the documents of each row; for rows of trees, boundaries of the trees' segments.
+        parents: for rows of trees, the parent of each segment. A token then attends to the segments of its ancestors,
+            and to its own segment up to itself.
+        within_documents: True: tokens attend only within their document. Rows of trees ignore it.
+    """
+    if parents is None:
+        return AttentionMask(documents=documents if within_documents else None)
+    rows = zip(documents, parents, strict=True)
+    return AttentionMask.rows([AttentionMask.tree(ends, row_parents) for ends, row_parents in rows])
 
 
 def sum_over_ranks(run: Run, value: Tensor | float) -> Tensor:

@@ -37,11 +37,7 @@ class TokenSource:
 
     @classmethod
     def read(cls, output: Path) -> TokenSource:
-        """Reads the settings from the config.json of a run's output folder; all are unknown if there is none.
-
-        Raises:
-            ValueError: the file cannot be read, or a setting has another type.
-        """
+        """Reads the settings from the config.json of a run's output folder; all are unknown if there is none."""
         path = output / CONFIG
         if not path.is_file():
             return cls()
@@ -110,27 +106,20 @@ def write_source(target: Path, tokens: TokenSource, pretrained: Path | None) -> 
 
     Args:
         pretrained: folder whose config.json has the other fields.
-
-    Raises:
-        ValueError: no tokenizer is known, or a file cannot be read.
     """
     tokenizer, folder = tokens.tokenizer()
     fields = read_json(pretrained / CONFIG) if pretrained is not None and (pretrained / CONFIG).is_file() else {}
     # The ids of special tokens are those of the run's tokens, and not those of the pretrained model.
     ids = {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document, "pad_token_id": None}
     if isinstance(tokenizer, TextTokenizer) and folder is not None:
-        write_tokenizer(target, tokenizer)
+        # The files as `transformers` reads them. By default it chooses the class by the model, and may then replace
+        # parts of the definition.
+        names = {"eos_token": tokenizer.end_name, "bos_token": tokenizer.begin_name, BEGIN: tokenizer.begin_name}
+        names = {key: name for key, name in names.items() if name is not None}
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+        (target / "tokenizer.json").write_bytes(tokenizer.definition)
+        (target / "tokenizer_config.json").write_text(json.dumps(settings))
         ids["bos_token_id"] = next(iter(tokenizer.begin_ids), None)
     (target / CONFIG).write_text(json.dumps(fields | ids))
     origin = "no tokenizer, since tokens are bytes" if folder is None else f"tokenizer of {folder}"
     return f"{origin}; token {tokenizer.end_of_document} ends a text"
-
-
-def write_tokenizer(folder: Path, tokenizer: TextTokenizer) -> None:
-    """Writes a tokenizer's files as `transformers` reads them."""
-    names = {"eos_token": tokenizer.end_name, "bos_token": tokenizer.begin_name, BEGIN: tokenizer.begin_name}
-    names = {key: name for key, name in names.items() if name is not None}
-    # By default `transformers` chooses the class by the model, and may then replace parts of the definition.
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    (folder / "tokenizer.json").write_bytes(tokenizer.definition)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))

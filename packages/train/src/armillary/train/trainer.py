@@ -1,28 +1,37 @@
-"""The training loop."""
+"""A run: built, resumed from its newest checkpoint, trained step by step, validated, saved, and summed up.
+
+`train_loop` is the table of contents. Below it are its rows that are no chapters of their own: validation, steps whose
+loss is not finite, and signals that end a run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from types import FrameType
+from typing import Any, Self
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from armillary.data.console import print_lines
-from armillary.train.bad_steps import BadSteps
+from armillary.data import Batch, Batches
+from armillary.data.console import print_lines, report_failure
 from armillary.train.build import prepare, process_group
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.config.sections import Config
-from armillary.train.lr_schedule import schedule_notes
-from armillary.train.reporting.metrics import Stopwatch, Summary, measure
-from armillary.train.reporting.report import Reporter
-from armillary.train.run import Run
-from armillary.train.runtime.device import peak_memory
-from armillary.train.runtime.health.lock import OutputLock
-from armillary.train.runtime.health.stopping import StopSignal
-from armillary.train.runtime.health.watchdog import Watchdog
-from armillary.train.runtime.profiler import Profiler, StepTrace
-from armillary.train.step import train_step
-from armillary.train.validation import validate
+from armillary.train.device import peak_memory
+from armillary.train.lock import OutputLock
+from armillary.train.metrics import Stopwatch, Summary, measure
+from armillary.train.optimizer import schedule_notes
+from armillary.train.profiler import Profiler, StepTrace
+from armillary.train.reporting import Reporter
+from armillary.train.step import Run, StepResult, local_loss, sum_over_ranks, train_step
+from armillary.train.watchdog import Watchdog
 
 
 def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str] = ()) -> Summary:
@@ -124,3 +133,145 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
         if step < steps:
             reporter.say(f"stopped by a signal after step {step} of {steps}; the same command resumes")
     return summary
+
+
+@torch.no_grad()
+def validate(run: Run) -> dict[str, float]:
+    """Returns "loss", the mean over all labelled tokens of the first held-out rows.
+
+    These rows are the same at every call, accumulation and mesh.
+    """
+    return {"loss": mean_over_rows(run, run.validation, lambda batch: local_loss(run, batch))}
+
+
+def mean_over_rows(run: Run, rows: Batches, evaluate: Callable[[Batch], tuple[Tensor, Tensor]]) -> float:
+    """Returns the sum of totals divided by the sum of counts, of the first `validation.batches` global batches.
+
+    Args:
+        evaluate: returns (total, count) of this rank's tokens of a micro-batch. Both are summed over all ranks.
+    """
+    micro_batches = range(run.config.validation.batches * run.config.train.accumulation)
+    # Sums stay on the device until the end, so that the host queues the next micro-batch meanwhile.
+    sums = [torch.stack([x.double() for x in evaluate(rows.batch(i))]) for i in micro_batches]
+    total, count = sum_over_ranks(run, torch.stack(sums).sum(0)).tolist()
+    return total / (count or 1.0)  # rows of padding have no labels
+
+
+class BadSteps:
+    """Counts consecutive bad steps: steps whose loss or gradient norm is not finite, and whose update was skipped.
+
+    Raises (from `count`):
+        FloatingPointError: after a bad step if `train.bad_step` is "stop", or after `train.bad_steps` of them in a
+            row; on every rank. The message names the rows.
+    """
+
+    def __init__(self, run: Run, say: Callable[[str], None]) -> None:
+        self.run, self.say, self.in_a_row = run, say, 0
+
+    def count(self, step: int, result: StepResult, batches: list[Batch]) -> None:
+        """Counts a step; every rank must call it with the same result."""
+        if result.good:
+            self.in_a_row = 0
+            return
+        self.in_a_row += 1
+        cause = describe_bad_rows(self.run, batches)
+        message = f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}; {cause}"
+        config = self.run.config.train
+        if config.bad_step == "stop" or self.in_a_row >= config.bad_steps:
+            repetition = "" if self.in_a_row == 1 else f", as for {self.in_a_row} steps in a row"
+            raise FloatingPointError(f"{message}{repetition}")
+        self.say(f"{message}; skipped, weights unchanged")
+
+
+def describe_bad_rows(run: Run, batches: list[Batch]) -> str:
+    """Returns text that names the ranks and rows whose loss is not finite, or all rows if only the gradient is not."""
+    by_rank, rows = bad_rows(run, batches), run.training
+    bad_row_numbers = sorted({row for of_rank in by_rank.values() for row in of_rank})
+    if not bad_row_numbers:
+        end = rows.state_dict()["rows"]
+        return f"losses are finite on every rank, in rows {end - len(batches) * rows.rows_per_step}..{end - 1}"
+    ranks = ", ".join(map(str, sorted(by_rank)))
+    row_texts = "; ".join(f"row {row} ({rows.describe(row)})" for row in bad_row_numbers[:4])
+    suffix = f"; and {len(bad_row_numbers) - 4} more rows" if len(bad_row_numbers) > 4 else ""
+    return f"no finite loss on rank{'s' * (len(by_rank) > 1)} {ranks} in {row_texts}{suffix}"
+
+
+@torch.no_grad()
+def bad_rows(run: Run, batches: list[Batch]) -> dict[int, list[int]]:
+    """Returns the rows whose loss is not finite, by rank. Every rank must call it.
+
+    Runs forward again, on one row at a time, with the weights of the bad step, which the skipped update left unchanged.
+    """
+    single_rows = [batch.of_row(i) for batch in batches for i in range(len(batch.rows))]
+    own_rows = [batch.rows.start for batch in single_rows if not local_loss(run, batch)[0].isfinite()]
+    rows_by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rows_by_rank, own_rows)
+    return {rank: rows for rank, rows in enumerate(rows_by_rank) if rows}
+
+
+REPEAT = 3.0
+"""Seconds after a signal from which another one counts as a second request.
+
+A scheduler may signal torchrun and its ranks, and torchrun forwards the signal at once: that is one request.
+"""
+
+
+class StopSignal:
+    """Context manager that handles SIGTERM and SIGUSR1: training ends on all ranks after the current step.
+
+    A second signal, `REPEAT` seconds after the first or later, ends the process at once, without saving.
+
+    Outside of the main thread, the only one in which Python handles signals, a block does nothing.
+    """
+
+    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self) -> None:
+        self.received = False
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._wakeup: int | None = None  # file descriptor to which Python writes the numbers of signals
+        self._previous_wakeup = -1
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            # A thread waits for the second signal. Python runs `_receive` only once the main thread is back from a call
+            # into C++, which may wait for a collective or for the GPU. But it writes the number of a signal to the file
+            # descriptor as soon as the signal arrives.
+            reader, self._wakeup = os.pipe()
+            os.set_blocking(self._wakeup, False)
+            self._previous_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+            threading.Thread(target=self._end_at_second_signal, args=(reader,), name="signals", daemon=True).start()
+            self._previous_handlers = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._wakeup is not None:
+            for number, handler in self._previous_handlers.items():
+                # The handler is None if it was not installed from Python.
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.set_wakeup_fd(self._previous_wakeup)
+            os.close(self._wakeup)  # ends the thread
+            self._wakeup = None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = True
+
+    def _end_at_second_signal(self, reader: int) -> None:
+        first: float | None = None
+        with suppress(OSError), os.fdopen(reader, "rb", buffering=0) as numbers:
+            while number := numbers.read(1):  # empty when `__exit__` has closed the other end
+                if number[0] not in self.SIGNALS:
+                    continue
+                if first is None:
+                    first = time.monotonic()
+                elif time.monotonic() - first >= REPEAT:
+                    name = signal.Signals(number[0]).name
+                    report_failure("armillary-train", f"ended by {name}, the second signal, without saving")
+                    os._exit(128 + number[0])
+
+    def is_requested(self, device: torch.device) -> bool:
+        """Returns True on every rank if any rank has received a signal. Collective."""
+        # A signal may reach ranks during different steps. The all-reduce makes them stop after the same one.
+        count = torch.tensor(float(self.received), device=device)
+        dist.all_reduce(count)
+        return count.item() > 0

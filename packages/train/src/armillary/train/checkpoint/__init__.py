@@ -1,9 +1,7 @@
 """Checkpoints: tensors in safetensors files, everything else in JSON; written in the background, committed by a rename.
 
-checkpoints.py  the training loop's interface, and writing one checkpoint
-state.py        the state of a run, and restoring it from the newest intact checkpoint
-tensors.py      each rank's tensors in safetensors files, and reading them on any mesh
-manifest.py     everything but tensors, and the files with their checksums
+checkpoints.py  the training loop's interface: saving a run's state, and restoring it from the newest intact checkpoint
+storage.py      the files: each rank's tensors, readable on any mesh, and the manifest with their checksums
 folder.py       folder names, commit, retention and clean-up after a kill; the output folder and its config.json
 planner.py      planners for torch's own checkpoints of tensors that FSDP2 and tensor parallelism both shard
 export.py       Hugging Face folders

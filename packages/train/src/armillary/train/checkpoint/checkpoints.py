@@ -1,38 +1,66 @@
-"""Saving and restoring of a run's checkpoints: the interface that the training loop calls."""
+"""Saving and restoring of a run's checkpoints.
+
+`Checkpoints` is the interface that the training loop calls: it takes the state of a run (`saved_state`), writes it
+while training continues, and commits it with its manifest (`commit`). `restore` reads the newest intact checkpoint, a
+`SavedCheckpoint`. The optimizer's settings are not saved: the learning rate follows from the step, and the other
+settings from the configuration of the run that resumes.
+"""
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Self, cast
+from threading import Thread
+from typing import Any, Self, cast
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
 from armillary.core.parts import compat, file_size
+from armillary.data.console import one_line
+from armillary.models import GPTConfig, LlamaConfig
+from armillary.models.parts import describe, meta_model, parameter_shapes, parse
+from armillary.train.axes import choose_axes
 from armillary.train.checkpoint.folder import CheckpointFolder, checkpoint_folder, remove, write_config
-from armillary.train.checkpoint.manifest import Manifest
-from armillary.train.checkpoint.state import State, model_description, restore, saved_state, settings
-from armillary.train.checkpoint.tensors import save_tensors
-from armillary.train.run import Run
-from armillary.train.runtime.background import Background
-from armillary.train.runtime.health.lock import OutputLock
-from armillary.train.runtime.health.ranks import Ranks, check_shared
-from armillary.train.runtime.health.watchdog import caused_by_peers
-from armillary.train.runtime.random_state import seed_all
+from armillary.train.checkpoint.storage import (
+    MANIFEST,
+    Damaged,
+    Manifest,
+    SavedTensors,
+    checkpoint_fault,
+    describe_tensor,
+    is_copy,
+    save_tensors,
+)
+from armillary.train.config.overlay import align_columns, flag, flag_text, flat
+from armillary.train.lock import OutputLock
+from armillary.train.random_state import random_state, seed_all, set_random_state
+from armillary.train.ranks import Ranks, check_shared
+from armillary.train.step import Run
 from armillary.train.tokenizer import TokenSource, export_source
+from armillary.train.watchdog import caused_by_peers
 
 NOTICEABLE = 1.0
 """Minimum seconds of waiting that are reported in a line."""
 
+
 GRACE = 2.0
 """Seconds that a save in flight may take to end once a rank is missing."""
+
+
+State = dict[str, Any]
+
+
+NOT_SAVED = ("train.output",)
+"""Fields that are not among the saved settings: the output folder may be moved between runs."""
 
 
 class Checkpoints:
@@ -74,9 +102,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._saving is not None:
             # After an error of this rank alone the save in flight may still complete; with a missing rank it cannot.
             peers_failed = isinstance(error, Exception) and caused_by_peers(error)
@@ -122,14 +148,15 @@ class Checkpoints:
             RuntimeError: ranks were missing in the previous save, or another run has taken the output folder.
         """
         self._wait_for_save()  # one save in flight at a time
+        state, manifest = saved_state(self.run, self.ranks.rank), self._manifest(step)
         if not self.save_config.asynchronous:
-            self._try_to_save(step, saved_state(self.run, self.ranks.rank), self._manifest(step))
+            self._try_to_save(state, manifest)
             return
         # Copies the state to the host, so that the next step may change it while a thread writes.
         if not compat.stager_is_reusable():
             self._stager = DefaultStager(self._staging)
-        copy = cast(State, self._stager.stage(saved_state(self.run, self.ranks.rank)))
-        self._saving = Background(f"step-{step}", partial(self._try_to_save, step, copy, self._manifest(step)))
+        copy = cast(State, self._stager.stage(state))
+        self._saving = Background(f"step-{step}", partial(self._try_to_save, copy, manifest))
 
     def finish(self, step: int, prune: bool = True) -> Path:
         """Saves the state after `step` unless it is saved, and exports the last step if configured.
@@ -146,22 +173,20 @@ class Checkpoints:
         """
         self._wait_for_save()
         if self.newest != step:
-            self._save(step, saved_state(self.run, self.ranks.rank), self._manifest(step), prune)
+            self._save(saved_state(self.run, self.ranks.rank), self._manifest(step), prune)
         if self.save_config.export and step >= self.run.config.train.steps:
             self.ranks.on_first(self.lock.fence)
-            self._export(self.run.config.train.output / "export" / f"step-{step}")
+            folder = self.run.config.train.output / "export" / f"step-{step}"
+            with ExitStack() as stack:
+                # The run's tokenizer, which rank 0 alone copies.
+                enter = partial(stack.enter_context, export_source(TokenSource.of(self.run.config)))
+                source, tokenizer = self.ranks.on_first(enter)
+                self.run.model.save_pretrained(folder, source if self.ranks.rank == 0 else None)
+            self.say(f"exported to {folder}: {tokenizer}")
         return self.folder.path_of(step)
 
-    def _export(self, folder: Path) -> None:
-        """Writes a Hugging Face folder with the run's tokenizer, which rank 0 alone copies."""
-        with ExitStack() as stack:
-            enter = partial(stack.enter_context, export_source(TokenSource.of(self.run.config)))
-            source, tokenizer = self.ranks.on_first(enter)
-            self.run.model.save_pretrained(folder, source if self.ranks.rank == 0 else None)
-        self.say(f"exported to {folder}: {tokenizer}")
-
     def _manifest(self, step: int) -> Manifest:
-        """Returns the manifest, for which `save` fills in files and time.
+        """Returns the manifest, for which `_save` fills in files and time.
 
         Runs in the training thread, because the state of the training rows changes while a thread writes.
         """
@@ -176,36 +201,52 @@ class Checkpoints:
             settings=self.settings,
         )
 
-    def _try_to_save(self, step: int, state: State, manifest: Manifest) -> None:
+    def _try_to_save(self, state: State, manifest: Manifest) -> None:
         """Saves and removes older checkpoints; only prints an OSError."""
         try:
-            self._save(step, state, manifest)
+            self._save(state, manifest)
         except OSError as error:
-            self.say(f"step-{step} could not be saved: {error}; training continues, and earlier checkpoints are kept")
+            failed = f"step-{manifest.step} could not be saved: {error}"
+            self.say(f"{failed}; training continues, and earlier checkpoints are kept")
 
-    def _save(self, step: int, state: State, manifest: Manifest, prune: bool = True) -> None:
-        """Saves a state, and removes older checkpoints if `prune`. Runs in either thread."""
+    def _save(self, state: State, manifest: Manifest, prune: bool = True) -> None:
+        """Writes `state` as the checkpoint of `manifest`, and removes older ones if `prune`. Collective; in any thread.
+
+        Raises:
+            OSError: a rank could not write, with the reason; on every rank. The incomplete checkpoint is removed, and
+                earlier ones are unchanged.
+            ValueError: the state has a value that a checkpoint cannot hold; on every rank.
+            RuntimeError: any other error, such as a missing rank.
+        """
+        step, folder, ranks = manifest.step, self.folder, self.ranks
         if self.run.device.type == "cuda":
             torch.cuda.set_device(self.run.device)  # in a new thread the current device is GPU 0
         self.report("saving", step)
         try:
-            save(self.folder, state, manifest, self.ranks)
-        except OSError as error:
-            raise OSError(f"{self.folder.path_of(step)}: {error}") from error
+            # 1. All ranks write their files to the folder of an incomplete checkpoint.
+            ranks.on_first(lambda: folder.begin(step))
+            files = save_tensors(folder.partial(step), state, ranks)
+            # 2. Rank 0 adds the manifest with all checksums, and renames the folder: the commit.
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            ranks.on_first(lambda: commit(folder, replace(manifest, files=files, time=now)))
+        except BaseException as error:
+            if ranks.rank == 0:
+                with suppress(OSError):  # if this fails, the next save of this step or the next run removes the files
+                    remove(folder.partial(step))
+            if isinstance(error, OSError):
+                raise OSError(f"{folder.path_of(step)}: {error}") from error
+            raise
         self.newest = step
         self.report("saved", step)
-        if prune and self.ranks.rank == 0:
+        # 3. Only now that a newer checkpoint is complete may older ones go.
+        if prune and ranks.rank == 0:
             try:
-                self.folder.prune(self.save_config.keep_last, self.save_config.keep_every)
+                folder.prune(self.save_config.keep_last, self.save_config.keep_every)
             except OSError as error:
                 self.say(f"older checkpoints could not be removed: {error}")
 
     def _wait_for_save(self) -> None:
-        """Waits for the save in flight, and raises its error, if it was not an OSError.
-
-        Raises:
-            TimeoutError: the save does not end within `timeout`.
-        """
+        """Waits for the save in flight, and raises its error, if it was not an OSError."""
         if self._saving is None:
             return
         since = time.monotonic()
@@ -218,31 +259,9 @@ class Checkpoints:
             )
         if waited_seconds > NOTICEABLE:
             self.say(f"training waited {waited_seconds:.0f} s for {self._saving.name} to be saved")
+        # `_try_to_save` has only printed an OSError. Other errors are of all ranks, such as a missing one.
         ended_save, self._saving = self._saving, None
         ended_save.raise_error()
-
-
-def save(folder: CheckpointFolder, state: State, manifest: Manifest, ranks: Ranks) -> None:
-    """Writes `state` as the checkpoint of `manifest`, whose files and time are filled in here. Collective.
-
-    Raises:
-        OSError: a rank could not write, with the reason; on every rank. The incomplete checkpoint is removed, and
-            earlier ones are unchanged.
-        ValueError: the state has a value that a checkpoint cannot hold; on every rank.
-        RuntimeError: any other error, such as a missing rank.
-    """
-    try:
-        # 1. All ranks write their files to the folder of an incomplete checkpoint.
-        ranks.on_first(lambda: folder.begin(manifest.step))
-        files = save_tensors(folder.partial(manifest.step), state, ranks)
-        # 2. Rank 0 adds the manifest with all checksums, and renames the folder: the commit.
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        ranks.on_first(lambda: commit(folder, replace(manifest, files=files, time=now)))
-    except BaseException:
-        if ranks.rank == 0:
-            with suppress(OSError):  # if this fails, the next save of this step or the next run removes the files
-                remove(folder.partial(manifest.step))
-        raise
 
 
 def commit(folder: CheckpointFolder, manifest: Manifest) -> None:
@@ -258,3 +277,221 @@ def commit(folder: CheckpointFolder, manifest: Manifest) -> None:
             raise OSError(f"file {name} has {size} of {record.size} bytes")
     manifest.write(partial)
     folder.complete(manifest.step)
+
+
+def saved_state(run: Run, rank: int) -> State:
+    """Returns the tensors of a checkpoint: the shards of model and optimizer, and this rank's random state."""
+    state = training_state(run)
+    optimizer = {"state": state["optimizer"]["state"]}
+    return {"model": state["model"], "optimizer": optimizer, "random": {f"rank-{rank}": random_state(run.device)}}
+
+
+def training_state(run: Run) -> State:
+    """Returns the state dicts of model and optimizer. Creates the optimizer's state if there has been no step."""
+    if not run.optimizer.state:
+        get_optimizer_state_dict(run.model, run.optimizer)  # torch creates the state by a step with learning rate 0
+        for values in run.optimizer.state.values():
+            values["step"].zero_()  # AdamW's own count, which must not include that step
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    return {"model": model, "optimizer": optimizer}
+
+
+def model_description(run: Run) -> dict[str, Any]:
+    """Returns the fields of a Hugging Face config.json for the run's model."""
+    # Through JSON, which turns tuples into lists: a manifest that was read from a file has lists too.
+    return json.loads(json.dumps(describe(run.model.config, torch.float32)))
+
+
+def settings(run: Run, ranks: int) -> dict[str, str]:
+    """Returns the fields of a run's configuration as texts, by flag without the leading dashes.
+
+    Mesh axes and device are the actual ones, also if the configuration leaves the choice open. `ranks` is added.
+    """
+    flags = {flag(name): flag_text(value) for name, value in flat(run.config) if name not in NOT_SAVED}
+    axes = {f"parallel.{axis}": str(size) for axis, size in choose_axes(run.config, ranks).items()}
+    return flags | axes | {"train.device": run.device.type, "ranks": str(ranks)}
+
+
+def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str], None]) -> Manifest | None:
+    """Restores the newest intact checkpoint; returns its manifest, None if there are no checkpoints. Collective.
+
+    Removes incomplete checkpoints; reports and renames damaged ones. If the checkpoint was saved by another number of
+    ranks, random states are seeded from seed, step and rank.
+
+    Raises:
+        ValueError: no checkpoint is intact, or the newest intact one is of another model or of other rows; on every
+            rank. Complete checkpoints and the model are then unchanged. Also if tensors cannot be read; the model may
+            then be partly loaded.
+        OSError: the folder cannot be changed; on every rank.
+    """
+    ranks.on_first(folder.clear)
+    checkpoint = SavedCheckpoint.newest(folder, ranks, "; name another --train.output to start anew")
+    if checkpoint is None:
+        return None
+    path, manifest, tensors = checkpoint.path, checkpoint.manifest, checkpoint.tensors
+    # 1. Checks come before any change: a run that is refused must leave damaged checkpoints where they are. DCP's
+    # state dict has the optimizer's settings (`param_groups`), which a checkpoint has not.
+    state = training_state(run)
+    param_groups = state["optimizer"].pop("param_groups")
+    current = {name: describe_tensor(x.shape, x.dtype) for name, x in flat(state) if isinstance(x, Tensor)}
+    difference = first_differences(manifest.model, model_description(run)) or first_differences(
+        tensors.describe("model.", "optimizer.state."), current
+    )
+    if difference:
+        raise ValueError(
+            f"{path} was made by another model: {difference}; name another --train.output, or the model that made it"
+        )
+    try:
+        run.training.load_state_dict(manifest.loader)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; name another --train.output, or the data that it was made with") from error
+    # 2. Damaged checkpoints get another name, so that training can save these steps again.
+    for step, fault in checkpoint.newer_faults.items():
+        damaged_path = ranks.on_first(lambda step=step: folder.set_aside(step, is_copy(folder, step)))
+        say(f"step-{step}: {fault}; kept as {damaged_path}, resuming from step-{manifest.step}")
+    # 3. Tensors are loaded last, since loading overwrites the model in place. All generators are seeded first, for
+    # those whose state the checkpoint lacks.
+    seed_all(run.config.train.seed, manifest.step, ranks.rank)
+    prefix, random = f"random.rank-{ranks.rank}.", random_state(run.device)
+    saved = tensors.describe(prefix) if manifest.ranks == ranks.size else {}
+    random = {name: x for name, x in random.items() if saved.get(prefix + name) == describe_tensor(x.shape, x.dtype)}
+    try:
+        ranks.on_all(lambda: tensors.fill({**state, "random": {f"rank-{ranks.rank}": random}}))
+        optimizer = {**state["optimizer"], "param_groups": param_groups}
+        set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+        ranks.on_all(lambda: set_random_state(random, run.device))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; move it to another folder to resume without it") from error
+    # 4. Print what the configuration changes.
+    before, after = manifest.settings, settings(run, ranks.size)
+    names = [name for name in after if before.get(name, after[name]) != after[name]]
+    changes = align_columns([(name, one_line(before[name]), after[name]) for name in names])
+    say("\n  ".join([f"resuming from {path}", *changes]))
+    return manifest
+
+
+# -- the newest intact checkpoint --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A checkpoint with the checksums and headers that its manifest states; no data has been read into tensors.
+
+    Args:
+        newer_faults: the faults of newer checkpoints, by step.
+    """
+
+    path: Path
+    manifest: Manifest
+    tensors: SavedTensors
+    newer_faults: Mapping[int, str] = field(default_factory=dict[int, str])
+
+    @classmethod
+    def open(cls, folder: CheckpointFolder, step: int, ranks: Ranks) -> SavedCheckpoint:
+        """Verifies every byte of a checkpoint. Collective.
+
+        Raises:
+            Damaged: the checkpoint is not intact.
+            ValueError: it has another format, or may not be read.
+        """
+        # Checksums need every byte, so ranks share the files. Headers are small: one rank reads and sends them all.
+        faults = ranks.on_all(lambda: checkpoint_fault(folder, step, ranks.rank, ranks.size))
+        path = folder.path_of(step)
+
+        def read_headers() -> tuple[Manifest, SavedTensors] | str:
+            try:
+                manifest = Manifest.read(path)
+                return manifest, SavedTensors(path, manifest.files)
+            except Damaged as damage:
+                return str(damage)
+
+        answer = next(filter(None, faults), None) or ranks.on_first(read_headers)
+        if isinstance(answer, str):
+            raise Damaged(answer)
+        manifest, tensors = answer
+        tensors.folder = path  # hosts may mount the same folder in different places
+        return cls(path, manifest, tensors)
+
+    @classmethod
+    def newest(cls, folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> SavedCheckpoint | None:
+        """Verifies checkpoints, newest first, until one is intact; returns None if there are none. Collective.
+
+        Args:
+            advice: end of the error message if none is intact.
+
+        Raises:
+            ValueError: there are checkpoints, and none is intact; or one has another format, or may not be read.
+        """
+        # Only damage leads to an older checkpoint. After any other error the newest one may be intact, and training
+        # again from an older one would overwrite it.
+        faults: dict[int, str] = {}
+        for step in reversed(ranks.on_first(folder.steps)):
+            try:
+                return replace(cls.open(folder, step, ranks), newer_faults=faults)
+            except Damaged as damage:
+                faults[step] = str(damage)
+        if faults:
+            reasons = "; ".join(f"step-{step}: {fault}" for step, fault in faults.items())
+            raise ValueError(f"no checkpoint in {folder.path} is intact ({reasons}){advice}")
+        return None
+
+    def config(self) -> LlamaConfig | GPTConfig:
+        """Returns the model's config, after comparing it with the saved tensors.
+
+        Raises:
+            ValueError: the manifest's model is invalid, or does not have the saved tensors.
+        """
+        source = f"{self.path / MANIFEST}: model"
+        try:
+            config = parse(self.manifest.model)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from error
+        saved = self.tensors.describe("model.")
+        # A manifest can state any number of layers. `parameter_shapes` builds the names of all, so the number is
+        # checked first: a layer has at least one tensor.
+        if config.layers > len(saved):
+            raise ValueError(f"{source}: {config.layers} layers, but {len(saved)} tensors were saved")
+        shapes = parameter_shapes(meta_model, config)
+        expected = {f"model.{name}": describe_tensor(shape, torch.float32) for name, shape in shapes.items()}
+        if difference := first_differences(saved, expected):
+            raise ValueError(f"{source}: the saved tensors are of another model ({difference})")
+        return config
+
+
+def first_differences(saved_values: Mapping[str, Any], current: Mapping[str, Any], limit: int = 3) -> str:
+    """Describes the first `limit` differences between saved and current values; "" if they are equal."""
+    # A name that only one side has differs from one whose value is None.
+    names = [
+        n
+        for n in {**saved_values, **current}
+        if (n in saved_values, saved_values.get(n)) != (n in current, current.get(n))
+    ]
+    lines = [
+        f"{name} is {saved_values.get(name, 'absent')} there and {current.get(name, 'absent')} here" for name in names
+    ]
+    suffix = f", and {len(lines) - limit} more" if len(lines) > limit else ""
+    return ", ".join(lines[:limit]) + suffix
+
+
+class Background(Thread):
+    """A thread that runs `work`, started by the constructor. `raise_error` raises the error of `work`.
+
+    The thread is a daemon: when the main thread ends with an error, the process does not wait for `work`, which may be
+    waiting for missing ranks.
+    """
+
+    def __init__(self, name: str, work: Callable[[], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self.work, self.error = work, None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.work()
+        except BaseException as error:
+            self.error = error
+
+    def raise_error(self) -> None:
+        """Raises the error of `work`, if there was one. Call it when the thread has ended."""
+        if self.error is not None:
+            raise self.error

@@ -15,9 +15,8 @@ import tyro
 from armillary.data import is_store
 from armillary.data.console import exit_on_error, parse, print_lines
 from armillary.models.parts import CONFIG, hub
-from armillary.train.checkpoint.manifest import Damaged, Manifest, file_fault
-from armillary.train.checkpoint.state import SavedCheckpoint
-from armillary.train.checkpoint.tensors import SavedTensors
+from armillary.train.checkpoint.checkpoints import SavedCheckpoint
+from armillary.train.checkpoint.storage import Damaged, Manifest, SavedTensors, file_fault
 from armillary.train.tokenizer import TokenSource, export_source
 
 PROGRAM = "armillary-export"
@@ -75,11 +74,7 @@ def export(options: Export) -> None:
 
 
 def token_source(options: Export) -> TokenSource:
-    """Returns the source of the tokenizer: `pretrained` if it is given, and otherwise the settings of the run.
-
-    Raises:
-        ValueError: `pretrained` is neither a Hugging Face folder nor a token store, or the run's config.json is broken.
-    """
+    """Returns the source of the tokenizer: `pretrained` if it is given, and otherwise the settings of the run."""
     run = TokenSource.read(Path(os.path.realpath(options.checkpoint)).parent.parent)  # OUTPUT/checkpoint/step-N
     path = options.pretrained
     if path is None:

@@ -103,16 +103,12 @@ class CheckpointFolder:
     def prune(self, keep_last: int, keep_every: int | None) -> None:
         """Keeps the newest `keep_last` checkpoints and those of multiples of `keep_every` steps; removes the others."""
         self.fence()
-        for step in steps_to_delete(self.steps(), keep_last, keep_every):
-            # Renamed first, because a kill during the deletion must not leave an incomplete step-N.
-            remove(self.partial(step))
-            self.path_of(step).rename(self.partial(step))
-            remove(self.partial(step))
-
-
-def steps_to_delete(steps: list[int], keep_last: int, keep_every: int | None) -> list[int]:
-    """Returns the steps whose checkpoints `prune` removes. `steps` are in rising order."""
-    return [step for step in steps[:-keep_last] if keep_every is None or step % keep_every]
+        for step in self.steps()[:-keep_last]:
+            if keep_every is None or step % keep_every:
+                # Renamed first, because a kill during the deletion must not leave an incomplete step-N.
+                remove(self.partial(step))
+                self.path_of(step).rename(self.partial(step))
+                remove(self.partial(step))
 
 
 def remove(path: Path) -> None:
@@ -156,11 +152,7 @@ def check_output(config: Config) -> None:
 
 
 def write_config(config: Config) -> None:
-    """Writes the resolved configuration to config.json in the output folder. On one rank.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Writes the resolved configuration to config.json in the output folder. On one rank."""
     with writing_to(config.train.output) as folder:
         # Paths are absolute, so that other commands find the data from any working directory.
         text = json.dumps(asdict(config), indent=2, default=lambda path: str(path.absolute())) + "\n"

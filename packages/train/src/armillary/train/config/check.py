@@ -9,7 +9,7 @@ from math import isfinite
 import torch
 
 from armillary.attention.parts import check_kernel_name
-from armillary.attention.plans import MethodOptions, named_method
+from armillary.attention.plans import MethodOptions, NamedMethod, named_method
 from armillary.data.console import flag_in_errors
 from armillary.models import (
     GPTConfig,
@@ -22,8 +22,8 @@ from armillary.models import (
     pretrained_config,
 )
 from armillary.train.config.overlay import check_limits, flag
-from armillary.train.config.sections import Config, LogConfig, ModelConfig, OptimizerConfig
-from armillary.train.lr_schedule import warmup_of
+from armillary.train.config.sections import Config, LogConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from armillary.train.optimizer import warmup_of
 
 SIZES = (
     "family",
@@ -87,7 +87,7 @@ def check_parallel(config: Config) -> None:
     """Checks the names of method and kernel, and flags that exclude each other."""
     parallel = config.parallel
     with flag_in_errors("--parallel.attention"):
-        named_method(parallel.attention, MethodOptions(nodes=parallel.nodes))
+        configured_method(parallel)
     check_kernel_name("--parallel.kernel", parallel.kernel)
     if config.cuda.sm_margin and parallel.compiler is not None:
         raise ValueError(
@@ -99,6 +99,18 @@ def check_parallel(config: Config) -> None:
             f"--parallel.cp {parallel.cp} is split into ring and ulysses; give either it, or --parallel.ring and "
             "--parallel.ulysses (none: not given)"
         )
+
+
+def configured_method(parallel: ParallelConfig, nodes: int | None = None) -> NamedMethod:
+    """Returns the configured attention method with its options.
+
+    Args:
+        nodes: nodes of the ring; by default as configured.
+    """
+    options = MethodOptions(
+        parallel.heads_per_stage, parallel.team, parallel.placement, nodes=parallel.nodes if nodes is None else nodes
+    )
+    return named_method(parallel.attention, options)
 
 
 def check_states(config: Config) -> None:
@@ -131,11 +143,7 @@ def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
 
 
 def check_log(config: LogConfig, steps: int, device: torch.device) -> None:
-    """Checks that logs, profiles and traces can be made of a run of `steps` steps on this device.
-
-    Raises:
-        ValueError: a step outside the run, a package that is not installed, or an option of another device.
-    """
+    """Checks that logs, profiles and traces can be made of a run of `steps` steps on this device."""
     for package, is_enabled in {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}.items():
         if is_enabled and find_spec(package) is None:
             raise ValueError(f"--log.{package} needs a package: pip install 'armillary-train[{package}]'")

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from types import GenericAlias
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -66,11 +66,7 @@ def first_fault(error: ValidationError) -> tuple[str, Any, str]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Reads a TOML or JSON file: sections with their keys, and keys before the first section.
-
-    Raises:
-        ValueError: the file cannot be read, or is not TOML or JSON.
-    """
+    """Reads a TOML or JSON file: sections with their keys, and keys before the first section."""
     readers = {".toml": parse_toml, ".json": parse_object}
     if path.suffix not in readers:
         raise ValueError(f"--config {path}: give a file that ends in .toml or .json")
@@ -97,7 +93,7 @@ def overlay_settings(
     """
     # 1. The keys.
     names, changes = [name for name, _ in flat(config)], dict[str, Any]()
-    for key, value in keys_of(settings):
+    for key, value in flat(settings):
         name = key.replace("-", "_")
         if name not in names:
             raise ValueError(f"--config {path}: {key} is no key; {(removed or {}).get(name) or nearest(name, names)}")
@@ -137,15 +133,6 @@ def config_of(values: Mapping[str, Mapping[str, Any]]) -> Config:
         return adapter.validate_json(json.dumps(tree))[0]
 
 
-def keys_of(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields ("section.key", value) for every key of a file."""
-    for key, value in settings.items():
-        if isinstance(value, dict):
-            yield from keys_of(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def nearest(key: str, names: Sequence[str]) -> str:
     """Returns a hint with the name that is most similar to a key."""
     # A key in the wrong section is a likelier mistake than a misspelt one, so equal last parts come first.
@@ -157,14 +144,17 @@ def nearest(key: str, names: Sequence[str]) -> str:
 # -- flags and differences --------------------------------------------------------------------------------------------
 
 
-def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields ("section.key", value) for every field that is not a section."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if is_dataclass(value):
-            yield from flat(value, f"{prefix}{field.name}.")
+def flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields ("section.key", value) for every value of nested dataclasses or dicts that is none of these itself."""
+    if isinstance(settings, Mapping):
+        items = cast(Mapping[str, Any], settings).items()
+    else:
+        items = ((field.name, getattr(settings, field.name)) for field in fields(settings))
+    for name, value in items:
+        if isinstance(value, Mapping) or is_dataclass(value):
+            yield from flat(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{field.name}", value
+            yield f"{prefix}{name}", value
 
 
 def by_flag(config: object) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 from uuid import uuid4
 
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 
 from armillary.core.parts import open_file, read_file, writing
-from armillary.train.runtime.health.ranks import results_of_all
+from armillary.train.ranks import results_of_all
 
 BEAT = 5.0
 """Seconds between heartbeats of a holder."""
@@ -207,11 +206,11 @@ def check_dead(path: Path, timeout: float, say: Callable[[str], None]) -> None:
     holder, last_heartbeat = Holder.read(path), heartbeat(path)
     # On this machine the process table tells whether the holder is alive. For a holder on another machine, `is_running`
     # returns None, and its heartbeats tell.
-    alive = None if holder is None else holder.is_running()
-    if alive is None and last_heartbeat is not None:
+    is_alive = None if holder is None else holder.is_running()
+    if is_alive is None and last_heartbeat is not None:
         say(f"waiting {timeout:.0f} s for a heartbeat of {holder or 'an unknown run'} ({path})")
-        alive = heartbeat_arrives(path, last_heartbeat, timeout)
-    if alive:
+        is_alive = heartbeat_arrives(path, last_heartbeat, timeout)
+    if is_alive:
         name = Holder.read(path) or holder or "another run"
         raise FolderInUse(f"{name} works in it; wait for that run, end it, or name another folder")
 
@@ -274,9 +273,7 @@ class OutputLock:
             threading.Thread(target=self._beat, args=(self.claim,), name="output lock", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._exited.set()
         if self.claim is not None:
             self.claim.release()

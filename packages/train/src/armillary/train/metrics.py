@@ -11,9 +11,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from armillary.data import Batch
-from armillary.train.run import Run
-from armillary.train.runtime.device import peak_flops, peak_memory
-from armillary.train.step import StepResult
+from armillary.train.device import peak_flops, peak_memory
+from armillary.train.step import Run, StepResult
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ def average(steps: Sequence[StepMetrics]) -> StepMetrics:
 
     if not seconds:
         return last
+    # Rates are weighted by the time of their steps: their mean is that of the tokens over the whole time.
     return replace(
         last,
         tokens_per_second=mean([step.tokens_per_second for step in steps]),
@@ -78,6 +78,7 @@ def measure(run: Run, step: int, batches: list[Batch], result: StepResult, secon
         tokens: tokens trained on through this step, over all ranks and restarts.
     """
     rate = run.tokens_per_step / seconds / dist.get_world_size()
+    # Attention's work depends on the documents of a row, so each rank counts its own rows.
     per_token = [run.model.config.flops_per_token(batch.layout.length, run.mask(batch)) for batch in batches]
     flops = rate * sum(per_token) / len(per_token)
     peak = peak_flops(run.device)

@@ -31,16 +31,6 @@ class Ranks:
     def close(self) -> None:
         dist.destroy_process_group(self.group)
 
-    def barrier(self) -> None:
-        """Waits for all ranks.
-
-        Raises:
-            RuntimeError: ranks are missing. On rank 0 the message names them; on the other ranks it says that rank 0 is
-                missing or gave up.
-        """
-        # Without a time-out `monitored_barrier` takes the default group's, not that of `self.group`.
-        dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)
-
     def on_all(self, action: Callable[[], R]) -> list[R]:
         """Calls `action` on every rank; returns the results of all ranks. If it raises on one rank, all raise.
 
@@ -48,7 +38,7 @@ class Ranks:
             ValueError, OSError: `action` raised errors of this type.
             RuntimeError: `action` raised any other error, or errors of several types, or ranks are missing.
         """
-        return results_of_all(action, self.group, self.barrier)
+        return results_of_all(action, self.group, self.timeout)
 
     def on_first(self, action: Callable[[], R]) -> R:
         """Calls `action` on rank 0 alone; returns the result on every rank. Errors as from `on_all`."""
@@ -56,26 +46,38 @@ class Ranks:
 
 
 def results_of_all(
-    action: Callable[[], R], group: dist.ProcessGroup | None = None, barrier: Callable[[], None] = lambda: None
+    action: Callable[[], R], group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
 ) -> list[R]:
     """Calls `action` on every rank of a group, as `Ranks.on_all` does; by default of the default group. Collective.
 
     Args:
-        barrier: called on every rank before the results are exchanged.
+        timeout: of a wait for all ranks before the results are exchanged, which names missing ranks on rank 0; None: no
+            such wait. gloo only.
     """
     answer: tuple[R | None, Failure | None]
     cause: Exception | None = None
-    # A rank whose action failed still takes part in the exchange below, since the others wait for it there.
+    # 1. A rank whose action failed still takes part in the exchange below, since the others wait for it there.
     try:
         answer = action(), None
     except Exception as error:
-        cause, answer = error, (None, failure(error))
-    barrier()  # that of `Ranks` names missing ranks, which an all-gather that times out does not
+        kind = next((kind for kind in SHARED_TYPES if isinstance(error, kind)), None)
+        failure = (kind, str(error)) if kind else (RuntimeError, f"{type(error).__name__}: {error}")
+        cause, answer = error, (None, failure)
+    # 2. An all-gather that times out does not name missing ranks. `monitored_barrier` does so on rank 0; on the other
+    # ranks it says that rank 0 is missing or gave up. Without a time-out it takes the default group's.
+    if timeout is not None:
+        dist.monitored_barrier(group, timeout, wait_all_ranks=True)
     answers: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(answers, answer, group=group)
-    if failures := {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}:
-        raise combine_errors(failures) from cause
-    return [result for result, _ in answers]
+    # 3. One error for all failures, with their type if they have one.
+    failures: dict[int, Failure] = {rank: failure for rank, (_, failure) in enumerate(answers) if failure is not None}
+    if not failures:
+        return [result for result, _ in answers]
+    kinds = {kind for kind, _ in failures.values()}
+    if kinds == {ValueError}:  # usually all ranks raise the same one
+        raise ValueError("; ".join(dict.fromkeys(text for _, text in failures.values()))) from cause
+    kind = kinds.pop() if len(kinds) == 1 else RuntimeError
+    raise kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items())) from cause
 
 
 def check_consistent(subject: str, values: Mapping[str, Any]) -> None:
@@ -90,20 +92,6 @@ def check_consistent(subject: str, values: Mapping[str, Any]) -> None:
             if of_rank[name] != value:
                 both_values = f"{of_rank[name]} on rank {rank} and {value} on rank 0"
                 raise ValueError(f"{subject} must be the same on all ranks: {name} is {both_values}")
-
-
-def combine_errors(failures: dict[int, Failure]) -> Exception:
-    """Returns one error for the failures by rank: of their type, or a RuntimeError if they have several types."""
-    kinds = {kind for kind, _ in failures.values()}
-    kind = kinds.pop() if len(kinds) == 1 else RuntimeError
-    if kind is ValueError:  # usually all ranks raise the same one
-        return ValueError("; ".join(dict.fromkeys(text for _, text in failures.values())))
-    return kind("; ".join(f"rank {rank}: {text}" for rank, (_, text) in failures.items()))
-
-
-def failure(error: BaseException) -> Failure:
-    kind = next((kind for kind in SHARED_TYPES if isinstance(error, kind)), None)
-    return (kind, str(error)) if kind else (RuntimeError, f"{type(error).__name__}: {error}")
 
 
 def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
@@ -125,10 +113,10 @@ def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
         return name
 
     token = folder / ranks.on_first(create_token)
-    blind = [rank for rank, sees_it in enumerate(ranks.on_all(token.exists)) if not sees_it]
+    blind_ranks = [rank for rank, sees_it in enumerate(ranks.on_all(token.exists)) if not sees_it]
     ranks.on_first(token.unlink)
-    if blind:
+    if blind_ranks:
         raise ValueError(
             f"{folder} is not the same folder for all ranks: a file of rank 0 is not seen by rank "
-            f"{', '.join(map(str, blind))}; choose a {flag} on a file system that all hosts share"
+            f"{', '.join(map(str, blind_ranks))}; choose a {flag} on a file system that all hosts share"
         )

@@ -17,15 +17,23 @@ import traceback
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from armillary.data.console import EXPLAINED, PEER_ERRORS, REFUSALS, one_line, report_failure, write_to_stderr
-from armillary.train.runtime.health.heartbeats import SILENCE, Heartbeat, Heartbeats, missing_ranks, recorded_calls
-from armillary.train.runtime.health.stacks import communicates, current_stack, location_of, waits
+from armillary.train.diagnosis import (
+    SILENCE,
+    Heartbeat,
+    Heartbeats,
+    communicates,
+    current_stack,
+    location_of,
+    missing_ranks,
+    recorded_calls,
+    waits,
+)
 
 SLOW_PHASE_FACTOR = 5
 """Factor on the time-out of a step, for the first step and for phases other than training."""
@@ -92,9 +100,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception):
             self._report(error)
             # After an alarm the peers exit, which makes communication fail here. The cause to raise is the diagnosis,
@@ -197,25 +203,23 @@ class Watchdog:
         lines = missing_lines or ["no rank is missing: all wait for each other"]
         if not self._failing:  # a rank that is raising an error exits with that error instead
             self._hang = "; ".join([reason, *lines])
-        # 3. The cause comes last. Without a missing rank the cause may be this rank's error.
-        stacks = self._write([reason, *lines], beats)
+        # 3. The lines, all heartbeats and the stacks of this process, in a file.
+        path = self.folder / f"rank-{self._heartbeats.rank}.txt"
+        stacks = f"stacks of the ranks: {self.folder}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with path.open("w") as file:
+                states = [f"rank {rank}: {beat}" for rank, beat in beats.items()]
+                file.write("\n".join([reason, *lines, "", *states, "", ""]))
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+        except OSError as error:
+            stacks = f"the stacks of this rank cannot be written to {path}: {error.strerror}"
+        # 4. The cause comes last. Without a missing rank the cause may be this rank's error.
         if missing_lines or self._peer_error is None:
             self._report_failure(reason, stacks, *lines, caused_by_peers=True)
         else:
             self._report_failure(stacks, *lines, f"failed in {self._heartbeat().position}", error=self._peer_error)
-
-    def _write(self, lines: list[str], beats: dict[int, Heartbeat | None]) -> str:
-        """Writes the lines, all heartbeats and the stacks of this process to a file; returns a line that names it."""
-        path = self.folder / f"rank-{self._heartbeats.rank}.txt"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with path.open("w") as file:
-                file.write("\n".join([*lines, "", *(f"rank {rank}: {beat}" for rank, beat in beats.items()), "", ""]))
-                file.flush()
-                faulthandler.dump_traceback(file, all_threads=True)
-        except OSError as error:
-            return f"the stacks of this rank cannot be written to {path}: {error.strerror}"
-        return f"stacks of the ranks: {self.folder}"
 
     def _report_failure(self, *lines: str, error: Exception | None = None, caused_by_peers: bool = False) -> None:
         """Reports the cause, which is the last line or completed by `error`; see `report_failure`."""

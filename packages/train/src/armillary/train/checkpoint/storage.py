@@ -1,38 +1,260 @@
-"""The tensors of a checkpoint: each rank writes its shards to safetensors files, and any mesh reads them.
+"""The files of a checkpoint: each rank's tensors, which any mesh reads, and the manifest with everything else.
 
-The files have torch's format for sharded tensors, which `HuggingFaceStorageReader` reads too: the metadata of a file
-has the offsets of each chunk in its tensor.
+Every byte is under a checksum: the manifest has its own, and those of all files. Files of tensors have torch's format
+for sharded tensors, which `HuggingFaceStorageReader` reads too: the metadata of a file has the offsets of each chunk in
+its tensor.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
+from zlib import crc32
 
 import torch
+from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
-from armillary.core.parts import parse_object
+from armillary.core.parts import MAX_COUNT, file_size, is_file_name, open_file, parse_object, read_file, write_synced
 from armillary.data.console import one_line
 from armillary.models.parallel import local_part
 from armillary.models.parts import DTYPES, SUFFIX, TensorEntry, open_tensors, split, tensor_bytes
-from armillary.train.checkpoint.manifest import Damaged, FileRecord, write_recorded
-from armillary.train.runtime.health.ranks import Ranks
+from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.config.overlay import flat
+from armillary.train.ranks import Ranks
+
+MANIFEST = "manifest.json"
+
+
+FORMAT = 3
+"""Version of the format, increased when older code cannot read new checkpoints. Formats 1 and 2 had pickles."""
+
 
 MAX_FILE_BYTES = 2**32
 """Maximum bytes of tensors in a file, unless one tensor is larger. Readers map a whole file into memory."""
 
+
 OFFSETS = "DCP_SHARDING_INFO"
 """Key of a file's metadata; torch's format for the offsets of chunks."""
 
+
+READ_BYTES = 2**24
+"""Bytes read from a file at a time, to compute its checksum."""
+
+
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ENXIO, errno.EFBIG)
+"""Error numbers of a damaged file. After other errors, such as a lack of permission, the file may be intact."""
+
+
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+
+
 Shape = tuple[int, ...]
+
+
+class Damaged(Exception):
+    """A checkpoint has changed since it was written; the message says how."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size of a file in bytes, and the CRC-32 of its content."""
+
+    size: Annotated[int, Field(ge=0)]
+    crc32: Annotated[int, Field(ge=0, lt=2**32)]
+
+    @classmethod
+    def of_file(cls, path: Path) -> FileRecord:
+        size = checksum = 0
+        with open_file(path) as file:
+            while block := file.read(READ_BYTES):
+                size, checksum = size + len(block), crc32(block, checksum)
+        return cls(size, checksum)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The state of a checkpoint apart from tensors, as plain JSON.
+
+    Args:
+        step: the last trained step.
+        ranks: number of ranks that saved the checkpoint.
+        tokens: number of tokens trained on so far, over all ranks.
+        loader: state of the training rows, the same on all ranks.
+        model: fields of a Hugging Face config.json.
+        time: time of the commit, ISO 8601 in UTC.
+        files: size and CRC-32 of each file, by name.
+        settings: values of the run's configuration as texts, by flag without leading dashes: "optimizer.min-lr".
+    """
+
+    step: Count
+    ranks: Annotated[Count, Field(ge=1)]
+    tokens: Count
+    loader: dict[str, Any]
+    model: dict[str, Any]
+    time: str
+    files: dict[str, FileRecord]
+    settings: dict[str, str] = field(default_factory=dict[str, str])
+
+    def write(self, folder: Path) -> None:
+        write_checked(folder / MANIFEST, {"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """Reads the manifest of a checkpoint. Unknown fields, of later versions, are ignored.
+
+        Raises:
+            Damaged: the manifest is missing, has changed, or a field is missing or invalid.
+            ValueError: the manifest has another format, or this process cannot read it.
+        """
+        fields = read_checked(folder / MANIFEST)
+        version = fields.get("format")
+        if type(version) is not int:  # `isinstance` would take True for 1
+            raise Damaged(f"{MANIFEST}: format: {version!r} is not an integer")
+        if version > FORMAT:
+            raise ValueError(f"{folder} has format {version}; this version of armillary-train reads format {FORMAT}")
+        if version < FORMAT:
+            raise ValueError(
+                f"{folder} has format {version}, and this version of armillary-train reads format {FORMAT}; export it "
+                "with armillary-export of the version that wrote it, and start from the export with --model.pretrained"
+            )
+        try:
+            # Through JSON: strict validation of Python values would refuse a dict for the dataclass `FileRecord`.
+            manifest = VALIDATOR.validate_json(json.dumps(fields), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise Damaged(f"{MANIFEST}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        for name in manifest.files:
+            if not is_file_name(name):
+                raise Damaged(f"{MANIFEST}: files: {name!r} is not a file name")
+        return manifest
+
+
+VALIDATOR = TypeAdapter(Manifest)
+
+
+def checkpoint_fault(folder: CheckpointFolder, step: int, reader: int = 0, readers: int = 1) -> str | None:
+    """Returns the first fault of a checkpoint's manifest, or of a reader's share of its files; None if there is none.
+
+    Args:
+        reader, readers: as for `file_fault`.
+
+    Raises:
+        ValueError: the manifest has another format, or this process cannot read a file.
+    """
+    try:
+        manifest = Manifest.read(folder.path_of(step))
+    except Damaged as damage:
+        return str(damage)
+    if manifest.step != step:
+        return f"{MANIFEST} is that of step {manifest.step}"
+    return file_fault(manifest.files, folder.path_of(step), reader, readers)
+
+
+def is_copy(folder: CheckpointFolder, step: int) -> bool:
+    """Returns True if the folder of `step` is a copy of another step's, by its manifest."""
+    try:
+        return Manifest.read(folder.path_of(step)).step != step
+    except Damaged:
+        return False
+
+
+# -- checksums --------------------------------------------------------------------------------------------------------
+
+
+def file_fault(files: Mapping[str, FileRecord], folder: Path, reader: int = 0, readers: int = 1) -> str | None:
+    """Returns the first fault among a reader's share of the files; None if all are intact.
+
+    Args:
+        reader: number of this reader, 0..readers-1.
+        readers: number of readers that divide the files among them.
+
+    Raises:
+        ValueError: this process may not read a file.
+    """
+    # Sorted, so that all readers number the files alike and their shares cover each file once.
+    for name in sorted(files)[reader::readers]:
+        try:
+            with reading(folder / name):
+                size = file_size(folder / name)
+                if size != files[name].size:  # compared before the bytes are read, which may be many
+                    return f"file {name} has {size} of {files[name].size} bytes"
+                if FileRecord.of_file(folder / name) != files[name]:
+                    return f"file {name} has other bytes than were written"
+        except Damaged as damage:
+            return f"file {damage}"
+    return None
+
+
+def write_checked(path: Path, fields: Mapping[str, Any]) -> None:
+    """Writes fields as JSON with their checksum, and flushes the file to disk."""
+    write_synced(path, [(json.dumps({**fields, "crc32": checksum(fields)}, indent=2) + "\n").encode()])
+
+
+def read_checked(path: Path) -> dict[str, Any]:
+    """Returns the fields that `write_checked` wrote.
+
+    Raises:
+        Damaged: the file is missing or has changed.
+        ValueError: this process may not read the file.
+    """
+    with reading(path):
+        text = read_file(path)
+    try:
+        fields = parse_object(text)
+    except ValueError as error:
+        raise Damaged(f"{path.name} cannot be read ({error})") from error
+    if fields.pop("crc32", None) != checksum(fields):
+        raise Damaged(f"{path.name} has other bytes than were written")
+    return fields
+
+
+def checksum(fields: Mapping[str, Any]) -> int:
+    return crc32(json.dumps(fields, sort_keys=True).encode())
+
+
+@contextmanager
+def reading(path: Path) -> Generator[None]:
+    """Context manager that turns an OSError into `Damaged`, or into a ValueError if the file may be intact.
+
+    Raises:
+        Damaged: the file is missing, or the disk cannot read it.
+        ValueError: the file may be intact, but this process cannot read it, for example for lack of permission.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DAMAGE:
+            raise Damaged(f"{path.name} cannot be read ({error.strerror})") from error
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}), though it may be intact; make it readable for every rank, or "
+            "move its checkpoint to another folder"
+        ) from error
+
+
+def write_recorded(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
+    """Writes a file, flushes it to disk, and returns its record, without reading the file."""
+    size = checksum = 0
+
+    def recorded() -> Iterator[bytes | memoryview]:
+        nonlocal size, checksum
+        for piece in pieces:
+            size, checksum = size + len(piece), crc32(piece, checksum)
+            yield piece
+
+    write_synced(path, recorded())
+    return FileRecord(size, checksum)
+
+
+# -- writing tensors --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -43,39 +265,6 @@ class Chunk:
     dtype: torch.dtype
     offsets: Shape
     sizes: Shape
-
-
-def flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values of nested dicts by their keys, joined by dots."""
-    values: dict[str, Any] = {}
-    for key, value in state.items():
-        values |= flatten(cast(Any, value), f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return values
-
-
-def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Returns shape and dtype as text, equal for tensors of which one may be loaded into the other.
-
-    These have equal dtypes, or float32 and float64, the dtypes of parameters: a run may resume in the other one.
-    """
-    is_wide = dtype in (torch.float32, torch.float64)
-    return f"{tuple(shape)} of {'float32 or float64' if is_wide else str(dtype).removeprefix('torch.')}"
-
-
-def check_complete(chunks: Iterable[Chunk], shapes: Mapping[str, Shape]) -> None:
-    """Raises ValueError unless the chunks of each tensor have one dtype, and as many elements as the tensor."""
-    dtypes: dict[str, torch.dtype] = {}
-    elements = Counter[str]()
-    for chunk in chunks:
-        if dtypes.setdefault(chunk.name, chunk.dtype) != chunk.dtype:
-            raise ValueError(f"{chunk.name}: chunks of {dtypes[chunk.name]} and of {chunk.dtype}")
-        elements[chunk.name] += prod(chunk.sizes)
-    for name, shape in shapes.items():
-        if elements[name] != prod(shape):
-            raise ValueError(f"{name}: {elements[name]} elements of a tensor of {shape}")
-
-
-# -- writing ----------------------------------------------------------------------------------------------------------
 
 
 def save_tensors(folder: Path, state: Mapping[str, Any], ranks: Ranks | None = None) -> dict[str, FileRecord]:
@@ -101,7 +290,7 @@ def save_tensors(folder: Path, state: Mapping[str, Any], ranks: Ranks | None = N
     shapes: dict[str, Shape] = {}
 
     def list_chunks() -> tuple[list[Chunk], dict[str, Shape]]:
-        for name, x in flatten(state).items():
+        for name, x in flat(state):
             if not isinstance(x, Tensor):
                 raise ValueError(f"{name} must be a tensor to be saved in a checkpoint")
             if x.dtype not in DTYPES.values():
@@ -155,7 +344,20 @@ def choose_writers(chunks_by_rank: Sequence[Sequence[Chunk]]) -> list[list[Chunk
     return chunks_by_writer
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
+def check_complete(chunks: Iterable[Chunk], shapes: Mapping[str, Shape]) -> None:
+    """Raises ValueError unless the chunks of each tensor have one dtype, and as many elements as the tensor."""
+    dtypes: dict[str, torch.dtype] = {}
+    elements = Counter[str]()
+    for chunk in chunks:
+        if dtypes.setdefault(chunk.name, chunk.dtype) != chunk.dtype:
+            raise ValueError(f"{chunk.name}: chunks of {dtypes[chunk.name]} and of {chunk.dtype}")
+        elements[chunk.name] += prod(chunk.sizes)
+    for name, shape in shapes.items():
+        if elements[name] != prod(shape):
+            raise ValueError(f"{name}: {elements[name]} elements of a tensor of {shape}")
+
+
+# -- reading tensors --------------------------------------------------------------------------------------------------
 
 
 class SavedTensors:
@@ -213,7 +415,7 @@ class SavedTensors:
             ValueError: a tensor was not saved, or has another shape, or cannot be read.
             OSError: a file cannot be opened.
         """
-        tensors = flatten(state)
+        tensors = dict(flat(state))
         for name, x in tensors.items():
             if self.shapes.get(name) != tuple(x.shape):
                 raise ValueError(f"{name} is {self.shapes.get(name, 'absent')} there and {tuple(x.shape)} here")
@@ -283,3 +485,12 @@ def chunk_of(entry: TensorEntry, offsets_by_name: Mapping[str, Any] | None) -> C
 def box_at(starts: Sequence[int], stops: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
     """Returns a box relative to `origin`."""
     return tuple(slice(a - start, b - start) for a, b, start in zip(starts, stops, origin, strict=True))
+
+
+def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
+    """Returns shape and dtype as text, equal for tensors of which one may be loaded into the other.
+
+    These have equal dtypes, or float32 and float64, the dtypes of parameters: a run may resume in the other one.
+    """
+    is_wide = dtype in (torch.float32, torch.float64)
+    return f"{tuple(shape)} of {'float32 or float64' if is_wide else str(dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""The choice of this rank's device and of the sizes of the mesh axes."""
+"""The sizes of the mesh axes, from the configuration and the number of ranks."""
 
 from __future__ import annotations
 
@@ -6,35 +6,14 @@ import os
 from collections.abc import Mapping
 from math import gcd, isqrt
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.plans import MethodOptions, named_method
 from armillary.core.parts import compat
-from armillary.train.config.check import model_config
-from armillary.train.config.sections import Config, TrainConfig
+from armillary.train.config.check import configured_method, model_config
+from armillary.train.config.sections import Config
 
 DATA_AXES = ("replicate", "shard", "nodes", "devices", "ring", "ulysses")
 """Axes whose ranks hold different tokens: gradients and losses are summed over all of them."""
-
-
-def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.device:
-    """Returns this rank's device: a GPU, made current, if the machine has one for each of its ranks, otherwise the CPU.
-
-    Args:
-        flag: the flag that sets `config.device`, for messages.
-
-    Raises:
-        ValueError: `device` is cuda and there are fewer GPUs than ranks; on every rank of the machine.
-    """
-    ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if config.device == "cuda" and gpus < ranks:
-        raise ValueError(f"{flag} cuda: {ranks} ranks on this machine, which has {gpus} GPUs; use cpu or auto")
-    if config.device == "cpu" or gpus < ranks:
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
 
 
 def choose_axes(config: Config, world: int) -> dict[str, int]:
@@ -70,13 +49,12 @@ def mesh_axes(config: Config, axes: Mapping[str, int]) -> dict[str, int]:
     Raises:
         ValueError: `--parallel.nodes` does not divide the ring, or the method has no such axis.
     """
-    nodes = config.parallel.nodes
-    method = named_method(config.parallel.attention, MethodOptions(nodes=nodes))
-    if nodes is None and "nodes" in method.sequence.axes and "LOCAL_WORLD_SIZE" in os.environ:
+    method = configured_method(config.parallel)
+    if config.parallel.nodes is None and "nodes" in method.sequence.axes and "LOCAL_WORLD_SIZE" in os.environ:
         # A machine has devices x ulysses x tp ranks, and `devices` must divide the ring.
         devices = gcd(axes["ring"], max(1, int(os.environ["LOCAL_WORLD_SIZE"]) // (axes["ulysses"] * axes["tp"])))
         if 1 < devices < axes["ring"]:
-            method = named_method(config.parallel.attention, MethodOptions(nodes=axes["ring"] // devices))
+            method = configured_method(config.parallel, nodes=axes["ring"] // devices)
     return method.mesh_axes(axes)
 
 
