@@ -7,7 +7,7 @@ import pytest
 from hub_folders import build
 
 from armillary.models import GPTConfig, LinearScaling, Llama3Scaling, YarnScaling
-from armillary.models.hub.families import FAMILIES, GPT_FIELDS, HYBRID
+from armillary.models.hub.configs import FAMILIES, GPT_FIELDS, HYBRID
 from armillary.models.parts import ends_of_text, parse
 
 

@@ -432,7 +432,7 @@ def adapted() -> Llama:
 
 def state_of(model: Llama | GPT) -> tuple[dict[str, type], bool | None]:
     types = {name: type(module) for name, module in model.named_modules()}
-    return types, model.model.contiguous_states if isinstance(model, Llama) else None
+    return types, getattr(getattr(model, "model", None), "contiguous_states", None)
 
 
 def split_model(model: Llama | GPT, over: DeviceMesh | None = None, method: str = "", **options: object) -> None:

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from armillary.models import LinearScaling, Llama3Scaling, YarnScaling
-from armillary.models.layers.rope import RotaryEmbedding
-from armillary.models.layers.rope_scaling import plain_frequencies
+from armillary.models.layers.rope import RotaryEmbedding, plain_frequencies
 
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}

@@ -28,7 +28,7 @@ from armillary.models import (
 from armillary.models.activation_checkpoint import checkpoint
 from armillary.models.activation_checkpoint.checkpoint import OnDevice
 from armillary.models.activation_checkpoint.offload import OffloadedTensors
-from armillary.models.activation_checkpoint.segments import peak_count, segment_sizes, tensors_by_block
+from armillary.models.activation_checkpoint.policy import peak_count, segment_sizes, tensors_by_block
 from armillary.models.parts import Keep, best_input_count
 
 LAYERS = 7

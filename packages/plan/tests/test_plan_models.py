@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from armillary.models import Checkpointing, GPTConfig, LinearScaling, LlamaConfig, StateConfig
-from armillary.models.hub.families import FAMILIES
+from armillary.models.hub.configs import FAMILIES
 from armillary.models.parts import describe
 from armillary.plan.cli import main
 from armillary.plan.memory import Job

@@ -9,7 +9,7 @@ import torch
 
 from armillary.core.testing import refusal
 from armillary.models import GPTConfig, LlamaConfig
-from armillary.models.hub.families import FAMILIES
+from armillary.models.hub.configs import FAMILIES
 from armillary.models.parts import describe
 from armillary.plan import Cluster, Link
 from armillary.plan import tune as tuner

@@ -21,7 +21,7 @@ from armillary.data.console import parse
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
 from armillary.models import Checkpointing
-from armillary.models.activation_checkpoint.segments import segment_sizes
+from armillary.models.activation_checkpoint.policy import segment_sizes
 from armillary.plan import Cluster
 from armillary.plan.cli import USAGE, main
 from armillary.plan.comm_time.comm_plan_time import FORWARD_FLOPS, PassTime, all_gather_seconds, plan_seconds

@@ -12,7 +12,7 @@ from states_oracle import errors, naive_delta_rule, naive_ssd, random_case
 from torch import Tensor
 from torch.distributed import get_world_size
 
-from armillary.states.kernels import FlashLinearAttention, MambaSsm
+from armillary.states.chunks import FlashLinearAttention, MambaSsm
 
 TOLERANCE = 1e-10
 

@@ -28,7 +28,7 @@ from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
 from armillary.data.text.tokenizer import train_bpe
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig
-from armillary.models.parameter_shards import box_of
+from armillary.models.parameters import box_of
 from armillary.models.parts import meta_model, parameter_shapes, parse
 from armillary.train import (
     Config,

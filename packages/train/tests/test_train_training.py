@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.attention.call import spec
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
-from armillary.models.initialization import write
 from armillary.train import (
     Config,
     DataConfig,
@@ -216,7 +215,7 @@ def poison(run: Run, token: int) -> None:
     with torch.no_grad():
         full = table.full_tensor()
         full[token] = torch.nan
-        write(full, table)
+        table.copy_(distribute_tensor(full, table.device_mesh, table.placements))
 
 
 def state_bytes(run: Run) -> list[Tensor]:

@@ -5,23 +5,22 @@ from typing import TYPE_CHECKING
 from armillary.core import LabelTriples
 from armillary.core.parts import imported_at_first_use
 from armillary.models.activation_checkpoint.policy import Checkpointing
-from armillary.models.config import GPTConfig, LlamaConfig
+from armillary.models.config import GPTConfig, LlamaConfig, Mixer, StateConfig
 from armillary.models.gpt import GPT
 from armillary.models.hub.pretrained import load_pretrained
 from armillary.models.initialization import initialize, pretrained_config
-from armillary.models.layers.chunked import in_chunks
-from armillary.models.layers.interleaved import (
+from armillary.models.layers.chunked import (
     all_gather_interleaved,
+    in_chunks,
     interleaved_shard,
     reduce_scatter_interleaved,
 )
-from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from armillary.models.layers.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from armillary.models.llama import Llama
 from armillary.models.sample import Sampling, generate, stream
-from armillary.models.state_config import Mixer, StateConfig
 
 if TYPE_CHECKING:
-    from armillary.models.loss.losses import linear_token_loss, token_loss
+    from armillary.models.loss.linear import linear_token_loss, token_loss
     from armillary.models.loss.predictions import TokenStatistics, linear_argmax, token_logprobs
     from armillary.models.parallel import parallelize, shard_parameters, tensor_parallel
 
@@ -59,7 +58,7 @@ __all__ = [
 ]
 
 _SLOW_MODULES = {
-    "armillary.models.loss.losses": ("linear_token_loss", "token_loss"),
+    "armillary.models.loss.linear": ("linear_token_loss", "token_loss"),
     "armillary.models.loss.predictions": ("TokenStatistics", "linear_argmax", "token_logprobs"),
     "armillary.models.parallel": (
         "parallelize",

@@ -11,9 +11,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from armillary.attention import AttentionMask, Method, TokenProjections
-from armillary.attention.parts import over_all_ranks, sequence_axis
-from armillary.core import SequenceLayout, label, relayout
+from armillary.attention import AttentionMask, TokenProjections
+from armillary.core import SequenceLayout, label
 from armillary.core.parts import check_local
 from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.projections import HeadProjections, ProjectionModule
@@ -70,23 +69,6 @@ class Context:
         if block.window is None:
             return self
         return self.changed(mask=with_window(self.mask, block.window - 1))
-
-    def for_states(self, method: Method, contiguous: bool) -> Context:
-        """Returns the context for blocks with a state.
-
-        Its layout has one shard for each rank of the sequence and head axes. Attention's layout may have fewer: Ulysses
-        shares a shard of `ring` between the ranks of `ulysses`.
-
-        Args:
-            method: the blocks' attention method, whose ranks share the sequence.
-            contiguous: True gives these blocks contiguous shards, whatever layout the call has.
-        """
-        if self.layout is None and method.shards > 1:
-            return self  # without a layout; the layer itself raises the error
-        layout = over_all_ranks(self.layout or SequenceLayout.contiguous(self.tokens, 1), method)
-        if contiguous:
-            layout = SequenceLayout.contiguous(layout.length, layout.shards)
-        return self.changed(layout=layout, tokens=layout.sizes[method.shard])
 
     def changed(
         self, mask: AttentionMask | None = None, layout: SequenceLayout | None = None, tokens: int | None = None
@@ -194,8 +176,6 @@ class Decoder(nn.Module):
     """True: the final norm saves only its input, and runs on `chunk` tokens at a time."""
     chunk: int | None = None
     """Tokens in a chunk of the final norm; None for the default of `armillary.core.token_chunks`."""
-    contiguous_states: bool = False
-    """True: hidden states move to contiguous shards before blocks with a state, and back after them."""
 
     def forward(
         self,
@@ -206,31 +186,18 @@ class Decoder(nn.Module):
         layout: SequenceLayout | None = None,
     ) -> Tensor:
         positions = checked_positions(ids, positions, layout)
-        x = self.embed(ids, positions)
-        mask = AttentionMask(causal=True) if mask is None else mask
-        # Cosines and sines are computed once for all blocks.
-        context = Context(ids.shape[1], self.rotation(positions, x.dtype), mask, layout)
-        # In a hybrid, blocks with a state have a context of their own, which may have another layout.
-        state_methods = [block.attention for block in self.blocks if isinstance(block.mixer, StateMixer)]
-        method = state_methods[0] if state_methods and isinstance(state_methods[0], Method) else None
-        state_context = context if method is None else context.for_states(method, self.contiguous_states)
-        previous = context  # the context whose layout x has
-        for block in self.blocks:
-            block_context = state_context if isinstance(block.mixer, StateMixer) else context
-            x, previous = self.relayout(x, previous, block_context, method), block_context
-            x = block(x, block_context.for_block(block))
-        x = self.relayout(x, previous, context, method)
+        x = self.run_blocks(ids, positions, AttentionMask(causal=True) if mask is None else mask, layout)
         norm = self.final_norm
         return in_chunks(norm, (x,), norm, self.chunk) if self.norm_in_chunks else norm(x)
 
-    def relayout(self, x: Tensor, source: Context, target: Context, method: Method | None) -> Tensor:
-        """With `contiguous_states`, moves hidden states [B, T, E] from the layout of `source` to that of `target`."""
-        if not self.contiguous_states or source is target or method is None:
-            return x
-        if source.layout is None or target.layout is None:
-            return x  # the sequence is on one rank
-        source_layout, target_layout = over_all_ranks(source.layout, method), over_all_ranks(target.layout, method)
-        return relayout(x, source_layout, target_layout, sequence_axis(method))
+    def run_blocks(self, ids: Tensor, positions: Tensor, mask: AttentionMask, layout: SequenceLayout | None) -> Tensor:
+        """Embeds the ids and runs all blocks, [B, T] -> [B, T, E]. No caller keeps the embeddings alive meanwhile."""
+        x = self.embed(ids, positions)
+        # Cosines and sines are computed once for all blocks.
+        context = Context(ids.shape[1], self.rotation(positions, x.dtype), mask, layout)
+        for block in self.blocks:
+            x = block(x, context.for_block(block))
+        return x
 
     @abstractmethod
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:

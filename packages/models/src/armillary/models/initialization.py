@@ -15,8 +15,7 @@ from armillary.models.block import AttentionFunction
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
-from armillary.models.parameter_names import plain_name
-from armillary.models.parameter_shards import local_part
+from armillary.models.parameters import local_part, plain_name
 
 STD = 0.02
 """Standard deviation of initial linear and embedding weights."""
@@ -66,8 +65,9 @@ def initialize(model: Llama | GPT, seed: int) -> None:
         if parameter.is_meta:
             raise ValueError(f"{name} has no data; call model.to_empty(device=...) before initialize")
         values = draw(plain_name(name), parameter, model.config.layers, seed)
+        local, box = local_part(parameter)
         with torch.no_grad():
-            write(values, parameter)
+            local.copy_(values[box])  # this rank's part
 
 
 def draw(name: str, parameter: Tensor, layers: int, seed: int) -> Tensor:
@@ -89,9 +89,3 @@ def draw(name: str, parameter: Tensor, layers: int, seed: int) -> Tensor:
         return values.fill_(0.0 if name.endswith("bias") else 1.0)
     std = STD / sqrt(2 * layers) if name.endswith(RESIDUAL) else STD
     return values.normal_(0, std, generator=generator)
-
-
-def write(values: Tensor, parameter: Tensor) -> None:
-    """Copies this rank's part of the full `values` into `parameter`. No communication."""
-    local, box = local_part(parameter)
-    local.copy_(values[box])

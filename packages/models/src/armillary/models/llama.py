@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from armillary.attention import AttentionMask, Local
-from armillary.core import SequenceLayout
-from armillary.models.block import AttentionFunction, Block, Decoder, HeadFunction
-from armillary.models.config import LlamaConfig
+from armillary.attention import AttentionMask, Local, Method
+from armillary.attention.parts import over_all_ranks, sequence_axis
+from armillary.core import SequenceLayout, relayout
+from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction
+from armillary.models.config import LlamaConfig, Mixer
 from armillary.models.hub.pretrained import Pretrained
 from armillary.models.layers.projections import ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
 from armillary.models.layers.state_mixers import STATE_MIXERS, StateMixer
-from armillary.models.state_config import Mixer
 
 
 class Llama(Pretrained):
@@ -42,7 +42,8 @@ class Llama(Pretrained):
     def __init__(self, config: LlamaConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
         self.config = config
-        self.model = LlamaDecoder(config, Local() if attention is None else attention)
+        decoder = LlamaDecoder if config.states is None else HybridDecoder
+        self.model = decoder(config, Local() if attention is None else attention)
         # A tied head has no module of its own: `to_empty` would make two parameters of one with two names.
         self.lm_head = None if config.tied_embeddings else Head(config.dim, config.vocab_size)
 
@@ -119,6 +120,35 @@ class LlamaDecoder(Decoder):
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> RotaryEmbedding:
         config = self.config
         return RotaryEmbedding.at(positions, config.head_dim, config.rope_theta, dtype, config.rope_scaling)
+
+
+class HybridDecoder(LlamaDecoder):
+    """A decoder with blocks that have a state. They have a context of their own, which may have another layout."""
+
+    contiguous_states: bool = False
+    """True: hidden states move to contiguous shards before blocks with a state, and back after them."""
+
+    def run_blocks(self, ids: Tensor, positions: Tensor, mask: AttentionMask, layout: SequenceLayout | None) -> Tensor:
+        method = next((block.attention for block in self.blocks if isinstance(block.mixer, StateMixer)), None)
+        if not isinstance(method, Method) or (layout is None and method.shards > 1):
+            # All tokens are on one rank; or the layout is missing, and the layer itself raises the error.
+            return super().run_blocks(ids, positions, mask, layout)
+        x = self.embed(ids, positions)
+        context = Context(ids.shape[1], self.rotation(positions, x.dtype), mask, layout)
+        # 1. The layout of a state has one shard for each rank of the sequence and head axes. Attention's may have
+        # fewer: Ulysses shares a shard of `ring` between the ranks of `ulysses`.
+        layout = over_all_ranks(layout or SequenceLayout.contiguous(context.tokens, 1), method)
+        state_layout = SequenceLayout.contiguous(layout.length, layout.shards) if self.contiguous_states else layout
+        state_context = context.changed(layout=state_layout, tokens=state_layout.sizes[method.shard])
+        # 2. The blocks, between which x moves if their layouts differ, and back to attention's layout after the last.
+        axis, x_layout = sequence_axis(method), layout
+        for block in self.blocks:
+            has_state = isinstance(block.mixer, StateMixer)
+            block_layout, block_context = (state_layout, state_context) if has_state else (layout, context)
+            if block_layout is not x_layout:
+                x, x_layout = relayout(x, x_layout, block_layout, axis), block_layout
+            x = block(x, block_context.for_block(block))
+        return x if x_layout is layout else relayout(x, x_layout, layout, axis)
 
 
 class LlamaBlock(Block):

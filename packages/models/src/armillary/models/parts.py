@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from armillary.core.parts import imported_at_first_use
 from armillary.models import hub
+from armillary.models.activation_checkpoint.checkpoint import Keep
 from armillary.models.activation_checkpoint.offload import simulated_stream
-from armillary.models.activation_checkpoint.policy import Policy
-from armillary.models.activation_checkpoint.segments import Keep, best_input_count
+from armillary.models.activation_checkpoint.policy import Policy, best_input_count
 from armillary.models.config import one_block
 from armillary.models.hub.configs import CONFIG, describe, ends_of_text, parse
 from armillary.models.hub.read import parameter_shapes, weight_map
@@ -18,10 +18,10 @@ from armillary.models.layers.projections import HeadProjections
 from armillary.models.layers.state_mixers import STATE_MIXERS, Recurrence
 
 if TYPE_CHECKING:
-    from armillary.models.loss.head import loss_chunk_tokens
+    from armillary.models.loss.linear import loss_chunk_tokens
 
 _SLOW_NAMES = {
-    "armillary.models.loss.head": ("loss_chunk_tokens",),
+    "armillary.models.loss.linear": ("loss_chunk_tokens",),
 }
 """Modules that need FSDP2 or torch.compile, which take seconds to import, and their names here."""
 

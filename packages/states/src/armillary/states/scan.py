@@ -13,7 +13,7 @@ from armillary.attention.parts import outside_autocast
 from armillary.core import Axis, start_all_gather, start_reduce_scatter
 from armillary.core.parts import phase
 from armillary.states.chunks import Operands, StateKernel, apply_map
-from armillary.states.plan import Forest, ScanPlan, StateExchange
+from armillary.states.scan_plan import Forest, ScanPlan, StateExchange
 
 MakeOperands = Callable[..., Operands]
 """Computes the operands of a layer from its inputs."""
@@ -66,15 +66,11 @@ class ScanCall(NamedTuple):
         return [None if x is None else next(leaf_grads) for x in leaves]
 
 
-def scan(call: ScanCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns (outputs [B, T, H, Dv], states after each row's last token [B, H, Dk, Dv]), differentiable."""
-    return cast("tuple[Tensor, Tensor]", _Scan.apply(call, *inputs))
-
-
-class _Scan(torch.autograd.Function):
+class Scan(torch.autograd.Function):
     """The scan as one function. Saves its inputs and the gathered states, and recomputes everything else in backward.
 
     Because it is one function, every rank runs the backward collective, even if its loss depends on no other rank.
+    Returns (outputs [B, T, H, Dv], states after each row's last token [B, H, Dk, Dv]).
     """
 
     @staticmethod
@@ -135,9 +131,9 @@ def _run(operands: Operands, kernel: StateKernel, plan: ScanPlan, gather: Gather
         identity = identity.expand(root_count, maps.shape[1], -1, -1)
         entering_maps = torch.cat([identity, leaving_maps.index_select(0, plan.dependent_forest.parents)])
         entering = entering.index_add(0, plan.dependent_chunks, apply_map(entering_maps, states))
-    # 5. Outputs of all chunks.
-    out = chunks.output_map @ entering + chunks.output
-    return _join(out, plan, operands.v.shape), final
+    # 5. Outputs of all chunks, [n, H, C, Dv], and from these the outputs of this rank's tokens: the inverse of `_cut`.
+    out = (chunks.output_map @ entering + chunks.output).transpose(1, 2).flatten(0, 1)
+    return out.index_select(0, plan.slots).view(*operands.v.shape[:-1], out.shape[-1]), final
 
 
 def _exchange_states(
@@ -198,11 +194,6 @@ def _cut(x: Tensor, plan: ScanPlan) -> Tensor:
     tokens = x.flatten(0, 1).index_select(0, plan.tokens)
     chunks = tokens.unflatten(0, (-1, plan.chunk_size)).transpose(1, 2)
     return chunks.contiguous() if plan.padding is None else chunks.masked_fill(plan.padding, 0)
-
-
-def _join(chunks: Tensor, plan: ScanPlan, shape: Sequence[int]) -> Tensor:
-    """Returns [B, T, H, D] of this rank's tokens from chunks [n, H, C, D]: the inverse of `_cut`."""
-    return chunks.transpose(1, 2).flatten(0, 1).index_select(0, plan.slots).view(*shape[:-1], chunks.shape[-1])
 
 
 def _device_type(inputs: Sequence[Tensor | None]) -> str:

@@ -1,30 +1,117 @@
-"""The checkpoint of one run of a block: stores some tensors for backward, and recomputes the others from them."""
+"""A block under a checkpoint policy: one `autograd.Function` that stores some tensors and recomputes the others.
+
+`run_checkpointed` is a block's `run` under a policy. `Checkpoint` has the tensors that one run of a block stores for
+its backward; a block that does not store its input x recomputes it from the previous block, whose result is x.
+`BlockRun` computes forward, backward and recomputation of a block, with attention (`AttentionRun`) or with a state
+(`StateRun`).
+
+The token-wise parts run in chunks of tokens, q, k and v are computed in stages of heads if the method has stages
+(UPipe), and residuals and gradients are added in place. So only two to four tensors of the size of x [B, T, E] are
+alive at once. Forward: x and out, which the result overwrites; there is a third tensor for the result if out is stored,
+or if out and x differ in size. Backward: x, out, dout, and dy, which dx overwrites. In 16 bits, dx is rounded each time
+that a stage of heads adds to it.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Protocol, Self, cast, runtime_checkable
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from armillary.core.parts import compat
+from armillary.attention import AttentionSpec, Method, Projected, UPipe
+from armillary.attention.parts import GradientSums, RNGReplay, capture_autocast
+from armillary.core import label
+from armillary.core.parts import compat, phase
+from armillary.models.activation_checkpoint.gradient_buffer import writable
 from armillary.models.activation_checkpoint.offload import OffloadedTensors, finish_latest_copy
-from armillary.models.activation_checkpoint.runs import BlockRun
+from armillary.models.block import Block, Context, attend
+from armillary.models.layers import chunked
+from armillary.models.layers.chunked import trained_parameters
+from armillary.models.layers.projections import ProjectionModule
+from armillary.models.layers.state_mixers import StateMixer
 
 TensorName = Literal["x", "attention_output"]
 """A block's input x, or its attention's output: the two tensors out and lse."""
 
 
-@runtime_checkable
-class Gathers(Protocol):
-    """A block whose parameters FSDP2 gathers."""
+@dataclass(frozen=True)
+class Keep:
+    """Selects the tensors that a block stores from forward to backward.
 
-    def unshard(self) -> Any: ...
+    Args:
+        x: True stores the block's input [B, T, E].
+        attention_output: True stores out [B, T, H, D] and lse [B, T, H].
+        host: True stores these tensors in the host's memory.
+    """
 
-    def reshard(self) -> None: ...
+    x: bool
+    attention_output: bool
+    host: bool
+
+
+def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
+    """Runs a block under autograd. The token-wise part saves only its inputs x and out; backward recomputes it."""
+    out = attend(block, x, context)
+    with label("mlp"):
+        return chunked.in_chunks(block.after_attention, (x, out), block, chunk, block.gathered_ranks)
+
+
+def run_checkpointed(
+    chunk: int | None, prefetch: bool, keep: Keep, block: Block, x: Tensor, context: Context
+) -> Tensor:
+    """Runs a block as one `autograd.Function` under a checkpoint policy. `Checkpointing.apply` binds the options."""
+    params = trained_parameters(block)
+    previous: Checkpoint | None = context.previous_checkpoint[0]() if context.previous_checkpoint else None
+    if previous is None or not previous.is_result(x):
+        keep = replace(keep, x=True)  # x must be stored: it is not the previous block's result, or was changed
+    context.previous_checkpoint.clear()
+    if not torch.is_grad_enabled() or not (x.requires_grad or params):
+        keep = replace(keep, host=False)  # without a backward, nothing needs to be copied to the host
+    if isinstance(block.mixer, StateMixer):
+        block_run = StateRun(block, context, replace(keep, attention_output=False), chunk, prefetch)
+    else:
+        block_run = AttentionRun.of(x, block, context, keep, chunk, prefetch)
+    return cast(Tensor, cast(Any, CheckpointedBlock).apply(block_run, previous, x, *params))
+
+
+class CheckpointedBlock(torch.autograd.Function):
+    """A block as one autograd function. Stores those of x, out and lse that `Keep` selects; recomputes the others."""
+
+    @staticmethod
+    def forward(ctx: Any, block_run: BlockRun, previous: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:
+        checkpoint = Checkpoint(block_run, capture_autocast(x.device.type), previous)
+        with checkpoint.autocast():
+            y, *attention_output = block_run.forward(x)
+        checkpoint.store(ctx, params, x, y, attention_output)
+        ctx.checkpoint = checkpoint
+        block_run.context.previous_checkpoint[:] = [ref(checkpoint)]
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with label("gradients"):
+            dx = writable(grad_outputs)  # this is dy; `differentiate` overwrites it by the gradient of x
+        checkpoint: Checkpoint = ctx.checkpoint
+        block_run = checkpoint.block_run.replay()
+        totals = GradientSums(trained_parameters(block_run.block))
+        with phase("backward"), checkpoint.autocast():
+            x, output = checkpoint.recall()
+            if block_run.prefetch:  # the previous block's copies to the device overlap with this block's backward
+                checkpoint.fetch_previous()
+            block_run.differentiate(x, output, dx, totals, ctx.needs_input_grad[2])
+        checkpoint.finish()
+        return None, None, dx if ctx.needs_input_grad[2] else None, *totals.result()
+
+
+# -- stored tensors ---------------------------------------------------------------------------------------------------
 
 
 class StoredTensors(Protocol):
@@ -84,10 +171,6 @@ class Checkpoint:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    def record_result(self, y: Tensor) -> None:
-        """Records which tensor is the block's result, by a weak reference."""
-        self._result = ref(y.untyped_storage()), y._version
-
     def is_result(self, x: Tensor) -> bool:
         """Returns True if x is this block's result, unchanged. False if a hook replaced or changed it."""
         if self._result is None:
@@ -95,8 +178,13 @@ class Checkpoint:
         storage, version = self._result
         return storage() is x.untyped_storage() and version == x._version
 
-    def store(self, ctx: Any, parameters: Sequence[Tensor], x: Tensor, attention_output: Sequence[Tensor]) -> None:
-        """Stores the tensors that `keep` selects: on the host, or on the device as saved tensors of the node `ctx`."""
+    def store(
+        self, ctx: Any, parameters: Sequence[Tensor], x: Tensor, y: Tensor, attention_output: Sequence[Tensor]
+    ) -> None:
+        """Stores those of x and (out, lse) that `keep` selects, and records which tensor is the block's result y.
+
+        They are stored on the host, or on the device as saved tensors of the node `ctx`.
+        """
         names: list[TensorName] = []
         tensors: list[Tensor] = []
         if self.keep.x:
@@ -111,6 +199,7 @@ class Checkpoint:
         elif names:
             self.stored_tensors[tuple(names)] = SavedByAutograd(ctx, slice(len(parameters), None))
         ctx.save_for_backward(*parameters, *([] if self.keep.host else tensors))
+        self._result = ref(y.untyped_storage()), y._version
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -154,16 +243,12 @@ class Checkpoint:
                 group.finish_copy()  # frees the device's tensors before the next block's backward, where memory peaks
         return y
 
-    def fetch(self) -> None:
-        """Starts to copy offloaded tensors back, unless their copies are in flight or they are still on the device."""
-        for group in (*self.stored_tensors.values(), *self.recomputed_tensors.values()):
-            if isinstance(group, OffloadedTensors):
-                group.fetch()
-
     def fetch_previous(self) -> None:
-        """Starts to copy the previous block's offloaded tensors back to the device."""
+        """Starts to copy the previous block's offloaded tensors back to the device, unless that was started before."""
         if self.previous is not None:
-            self.previous.fetch()
+            for group in (*self.previous.stored_tensors.values(), *self.previous.recomputed_tensors.values()):
+                if isinstance(group, OffloadedTensors):
+                    group.fetch()
 
     def finish(self) -> None:
         """Called after the block's backward: prefetches the previous block's tensors, and releases this block's."""
@@ -190,6 +275,15 @@ class Checkpoint:
         return tensors_by_name
 
 
+@runtime_checkable
+class Gathers(Protocol):
+    """A block whose parameters FSDP2 gathers."""
+
+    def unshard(self) -> Any: ...
+
+    def reshard(self) -> None: ...
+
+
 @contextmanager
 def unsharded_parameters(block: Any, keep_gathered: bool) -> Generator[None]:
     """Context manager that gathers a block's parameters under FSDP2, to recompute the block outside of FSDP's hooks.
@@ -204,3 +298,217 @@ def unsharded_parameters(block: Any, keep_gathered: bool) -> Generator[None]:
     yield
     if not keep_gathered:
         block.reshard()
+
+
+# -- forward, backward and recomputation ------------------------------------------------------------------------------
+
+
+@dataclass
+class BlockRun(ABC):
+    """One run of a block, forward and backward, which can be repeated.
+
+    Args:
+        keep: which tensors to store for backward.
+        chunk, prefetch: as in `Checkpointing`.
+        draws: state of the random number generators, from which recomputation draws the same numbers.
+    """
+
+    needs_output: ClassVar[bool]
+    """True if `differentiate` needs attention's out and lse; False if it recomputes the whole block from x."""
+
+    block: Block
+    context: Context
+    keep: Keep
+    chunk: int | None
+    prefetch: bool
+    draws: RNGReplay = field(default_factory=RNGReplay, kw_only=True)
+
+    def replay(self) -> Self:
+        """Returns the same run with the random numbers of its first forward."""
+        return replace(self, draws=self.draws.restart())
+
+    @abstractmethod
+    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes the mixer's out [B, T, H, D], and attention's lse [B, T, H] (an empty tensor for other mixers)."""
+
+    def after_attention(self, x: Tensor, out: Tensor, buffer: Tensor | None) -> Tensor:
+        """Computes the block's result [B, T, E] from its input and attention's output, in chunks of tokens.
+
+        Args:
+            buffer: memory for the result; None allocates it.
+        """
+        with label("mlp"):
+            return chunked.forward(
+                self.block.after_attention, (x, out), self.draws, self.chunk, buffer, self.block.gathered_ranks
+            )
+
+    def differentiate_after_attention(
+        self, x: Tensor, out: Tensor, dx: Tensor, dout: Tensor | None, totals: GradientSums, needs_dx: bool
+    ) -> None:
+        """Backward of `after_attention`, chunk by chunk.
+
+        Args:
+            dx: on entry dy; overwritten, if `needs_dx`, by the gradient of x through the residual and the MLP.
+            dout: memory for the gradient of out; None if it is not needed.
+        """
+        with label("mlp"):
+            grads, chunking = (dx if needs_dx else None, dout), (self.chunk, self.block.gathered_ranks)
+            chunked.backward(self.block.after_attention, (x, out), dx, grads, totals, self.draws, *chunking)
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (the block's result, out, lse)."""
+
+    @abstractmethod
+    def differentiate(
+        self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
+    ) -> None:
+        """Runs the block's backward.
+
+        Args:
+            x: the block's input.
+            output: (out, lse), or empty unless `needs_output`.
+            dx: on entry the gradient dy of the block's result; overwritten by the gradient of x.
+            totals: sums to which the gradients of the parameters are added.
+            needs_dx: False if x requires no gradient: then `dx` is only read.
+        """
+
+
+@dataclass
+class AttentionRun(BlockRun):
+    """One run of a block with attention, forward and backward."""
+
+    needs_output = True
+
+    upipe: UPipe
+    call: AttentionSpec
+
+    @classmethod
+    def of(
+        cls, x: Tensor, block: Block, context: Context, keep: Keep, chunk: int | None, prefetch: bool
+    ) -> AttentionRun:
+        """Returns the run of a block on x [B, T, E]. Raises ValueError if attention does not accept the call."""
+        method = cast(Method, block.attention)
+        # Attention gets the tokens of all tensor-parallel ranks. The check reads only shapes, so a view of x that has
+        # as many tokens is enough.
+        attention_x = x[:, :1].expand(-1, context.tokens, -1) if block.gathered_ranks > 1 else x
+        # `method` checks the call, and not the UPipe below: all blocks share the method, so its cache has the result
+        # from the first block. The UPipe is a new object with an empty cache.
+        call = method.check_projected(
+            attention_x,
+            block.projections(context, True),
+            mask=context.mask,
+            layout=context.layout,
+        )
+        return cls(block, context, keep, chunk, prefetch, UPipe.for_method(method), call)
+
+    def source(self, x: Tensor, dx: Tensor | None = None, totals: GradientSums | None = None) -> Projected:
+        """Returns the source of q, k and v, which projects x for a few heads at a time.
+
+        Args:
+            x: the input of the projections (`attention_input`).
+            dx: the gradient of x is added to it in backward.
+            totals: the gradients of parameters are added to it in backward.
+        """
+        projections = self.block.projections(self.context, normed=self.block.gathered_ranks > 1)
+        totals = GradientSums() if totals is None else totals
+        return Projected(x, projections, self.chunk, dx, totals, self.draws)
+
+    def attention_input(self, x: Tensor) -> Tensor:
+        """Returns the input of the projections.
+
+        Without tensor parallelism it is x: the projections apply the norm, again for each stage of heads. Under tensor
+        parallelism it is norm(x) of all ranks' tokens, so that the tokens are gathered only once.
+        """
+        if self.block.gathered_ranks == 1:
+            return x
+        normed_x = chunked.forward(
+            self.block.norm, (x,), RNGReplay(), self.chunk, gathered_ranks=self.block.gathered_ranks
+        )
+        return normed_x[:, : self.context.tokens]
+
+    def attend(self, x: Tensor, buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Computes out and lse, without autograd. `buffer` is memory for out."""
+        with label("attention"):
+            return self.upipe.attend(self.source(self.attention_input(x)), self.call, buffer)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (the block's result, out, lse). The result overwrites out if it fits and out is not stored."""
+        # `key_heads` has an entry for each of this rank's query heads. `tokens` counts the padding of gathered tokens.
+        heads, tokens = len(self.call.key_heads), x.shape[1] * self.block.gathered_ranks
+        width = self.block.gathered_ranks * heads * cast(ProjectionModule, self.block.mixer).head_dim
+        # The result [B, T, E] cannot overwrite out [B, tokens, heads, D] if backward needs out, or if their numbers of
+        # elements differ.
+        if self.keep.attention_output or x.shape[2] != width or tokens != self.context.tokens:
+            out, lse = self.attend(x)
+            return self.after_attention(x, out, None), out, lse
+        with label("checkpoints"):  # y is the next block's x, which that block stores
+            y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        out_buffer = y.view(len(y), tokens, heads, -1)
+        out, lse = self.attend(x, out_buffer)
+        # Under autocast `attend` may return out in another dtype, and so in other memory: a third tensor.
+        return self.after_attention(x, out, y), out, lse
+
+    def differentiate(
+        self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
+    ) -> None:
+        """Overwrites dx, which is dy on entry, by the gradient of x. See `BlockRun.differentiate`."""
+        out, lse = output
+        projections = self.block.projections(self.context, normed=False)
+        needs_attention = needs_dx or any(p.requires_grad for p in projections.parameters())
+        # 1. Backward of the token-wise part.
+        with label("attention"):
+            dout = torch.empty_like(out) if needs_attention else None
+        self.differentiate_after_attention(x, out, dx, dout, totals, needs_dx)
+        if dout is None:
+            return
+        # 2. Backward of attention and of the projections, one stage of heads after the other. Adds to dx.
+        with label("attention"):
+            if self.block.gathered_ranks == 1:
+                source = self.source(x, dx if needs_dx else None, totals)
+                self.upipe.differentiate(dout, source, out, lse, self.call)
+            else:
+                # The input is the gathered norm(x). Its gradient goes back through the reduce-scatter and the norm.
+                gathered_dx = x.new_zeros((len(x), x.shape[1] * self.block.gathered_ranks, x.shape[2]))
+                source = self.source(self.attention_input(x), gathered_dx[:, : self.context.tokens], totals)
+                self.upipe.differentiate(dout, source, out, lse, self.call)
+                norm_dx, chunking = torch.empty_like(dx), (self.chunk, self.block.gathered_ranks)
+                chunked.backward(self.block.norm, (x,), gathered_dx, (norm_dx,), totals, RNGReplay(), *chunking)
+                dx += norm_dx
+
+
+class StateRun(BlockRun):
+    """One run of a block whose mixer has a state: stores x, and recomputes the mixer in backward."""
+
+    needs_output = False
+
+    def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes the mixer's out. Returns an empty tensor in place of attention's lse."""
+        with self.draws.at("mixer", x.device):
+            return attend(self.block, x, self.context), x.new_empty(0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (the block's result, out, an empty tensor)."""
+        out, lse = self.attend(x)
+        return self.after_attention(x, out, None), out, lse
+
+    def differentiate(
+        self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
+    ) -> None:
+        """Overwrites dx, which is dy on entry, by the gradient of x. See `BlockRun.differentiate`."""
+        # 1. Recompute the mixer from x, under autograd, which then differentiates it in step 3.
+        leaf = x.detach().requires_grad_(needs_dx)
+        with torch.enable_grad():
+            out, _ = self.attend(leaf)
+        # 2. Backward of the token-wise part.
+        dout = torch.empty_like(out) if out.requires_grad else None
+        self.differentiate_after_attention(x, out.detach(), dx, dout, totals, needs_dx)
+        if dout is None:
+            return
+        # 3. Backward of the norm and the mixer. Adds to dx.
+        with label("attention"):
+            sources = [*([leaf] if needs_dx else []), *totals.parameters]
+            gradients: list[Tensor | None] = list(torch.autograd.grad(out, sources, dout, allow_unused=True))
+            totals.add(gradients[len(sources) - len(totals.parameters) :])
+        if needs_dx and (mixer_dx := gradients[0]) is not None:
+            dx += mixer_dx

@@ -7,44 +7,27 @@
 
 x [B, T, E] is the block's input; out [B, T, H, D] and lse [B, T, H] are attention's output.
 
-`inputs` and `outputs` reduce the number of blocks that store x, or out and lse: see `segments`. If a block does not
-store x, backward recomputes x by running the previous block again. When backward then reaches the previous block, its
-attention does not run a third time: the recomputation has stored its output, in memory that later blocks have freed.
+A layer with a state (`armillary.states`) stores only x under "layer" and "attention_output". Storing its output would
+save nothing: its backward needs states and chunks, for which the layer is recomputed from x anyway.
 
-A layer with a state (`armillary.states`) stores only x under "layer" and "attention_output". Storing its
-output would save nothing: its backward needs states and chunks, for which the layer is recomputed from x anyway.
-
-Under the last two policies a block is one `autograd.Function`. The token-wise parts run in chunks of tokens, q, k and v
-are computed in stages of heads if the method has stages (UPipe), and residuals and gradients are added in place. So
-only two to four tensors of the size of x [B, T, E] are alive at once. Forward: x and out, which the result overwrites;
-there is a third tensor for the result under "attention_output", or if out and x differ in size.
-Backward: x, out, dout, and dy, which dx overwrites. In 16 bits, dx is rounded each time that a stage of heads adds to
-it.
+`inputs` and `outputs` reduce the number of blocks that store x, or out and lse. A block that does not store its input
+recomputes it from the previous block. So blocks form segments, in which only the first block stores its input in
+forward. A segment is recomputed when backward reaches its last block; the segment's blocks then keep the recomputed
+tensors until their own backward. By then the later segments have released their tensors. So earlier segments may be
+longer than later ones, at the same peak.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, Literal, cast
-from weakref import ref
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Literal
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import nn
 
 from armillary.attention import Method
-from armillary.attention.parts import GradientSums, capture_autocast
-from armillary.core import label
-from armillary.core.parts import phase
-from armillary.models.activation_checkpoint.checkpoint import Checkpoint
-from armillary.models.activation_checkpoint.gradient_buffer import writable
-from armillary.models.activation_checkpoint.runs import BlockRun, CheckpointedRun, StateRun
-from armillary.models.activation_checkpoint.segments import Keep, tensors_by_block
-from armillary.models.block import Block, Context, Decoder, attend, run_plainly
-from armillary.models.layers import chunked
-from armillary.models.layers.chunked import trained_parameters
-from armillary.models.layers.state_mixers import StateMixer
+from armillary.models.activation_checkpoint.checkpoint import Keep, run_checkpointed, run_tiled
+from armillary.models.block import Block, Decoder, run_plainly
 
 Policy = Literal["none", "layer", "attention_output"]
 POLICIES: tuple[Policy, ...] = ("none", "layer", "attention_output")
@@ -64,7 +47,7 @@ class Checkpointing:
         chunk: number of tokens in a chunk of norms, projections and MLPs; by default chosen by
             `armillary.core.token_chunks`.
         inputs: number of blocks that store their input, by default all. The other blocks recompute their input from the
-            previous block. The module `segments` chooses the blocks that store theirs.
+            previous block (`segment_sizes`).
         outputs: under "attention_output", only this number of last blocks store attention's output, by default all.
         on_device: with `offload`, the tensors of this number of last blocks stay on the device.
 
@@ -157,57 +140,92 @@ class Checkpointing:
                 module.chunk = self.chunk
 
 
-def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
-    """Runs a block under autograd. The token-wise part saves only its inputs x and out; backward recomputes it."""
-    out = attend(block, x, context)
-    with label("mlp"):
-        return chunked.in_chunks(block.after_attention, (x, out), block, chunk, block.gathered_ranks)
+# -- segments: which blocks store their tensors -----------------------------------------------------------------------
 
 
-def run_checkpointed(
-    chunk: int | None, prefetch: bool, keep: Keep, block: Block, x: Tensor, context: Context
-) -> Tensor:
-    """Runs a block as one `autograd.Function` under a checkpoint policy. `Checkpointing.apply` binds the options."""
-    params = trained_parameters(block)
-    previous: Checkpoint | None = context.previous_checkpoint[0]() if context.previous_checkpoint else None
-    if previous is None or not previous.is_result(x):
-        keep = replace(keep, x=True)  # x must be stored: it is not the previous block's result, or was changed
-    context.previous_checkpoint.clear()
-    if not torch.is_grad_enabled() or not (x.requires_grad or params):
-        keep = replace(keep, host=False)  # without a backward, nothing needs to be copied to the host
-    if isinstance(block.mixer, StateMixer):
-        block_run = StateRun(block, context, replace(keep, attention_output=False), chunk, prefetch)
-    else:
-        block_run = CheckpointedRun.of(x, block, context, keep, chunk, prefetch)
-    return cast(Tensor, cast(Any, CheckpointedBlock).apply(block_run, previous, x, *params))
+@lru_cache(maxsize=4096)  # the planner's search repeats few distinct counts
+def segment_sizes(layers: int, inputs: int, outputs: int) -> tuple[int, ...]:
+    """Returns the number of blocks of each segment, in order, for the lowest peak number of stored tensors.
+
+    Args:
+        layers: number of blocks.
+        inputs: number of inputs stored in forward, one per segment.
+        outputs: number of last blocks that store attention's output in forward.
+    """
+    # Everything stored in forward is alive when backward begins, so no peak is lower. The smallest peak for which
+    # segments as long as possible cover all layers is the answer.
+    limit = inputs + outputs
+    while (sizes := _longest_segments(layers, inputs, outputs, limit)) is None:
+        limit += 1
+    return sizes
 
 
-class CheckpointedBlock(torch.autograd.Function):
-    """A block as one autograd function. Stores those of x, out and lse that `Keep` selects; recomputes the others."""
+@lru_cache(maxsize=1024)
+def best_input_count(layers: int, outputs: int) -> int:
+    """Returns the number of inputs to store for the lowest peak; if several numbers have this peak, the largest."""
+    return min(range(layers, 0, -1), key=lambda inputs: peak_count(layers, inputs, outputs))
 
-    @staticmethod
-    def forward(ctx: Any, block_run: BlockRun, previous: Checkpoint | None, x: Tensor, *params: Tensor) -> Tensor:
-        checkpoint = Checkpoint(block_run, capture_autocast(x.device.type), previous)
-        with checkpoint.autocast():
-            y, *attention_output = block_run.forward(x)
-        checkpoint.store(ctx, params, x, attention_output)
-        checkpoint.record_result(y)
-        ctx.checkpoint = checkpoint
-        block_run.context.previous_checkpoint[:] = [ref(checkpoint)]
-        return y
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with label("gradients"):
-            dx = writable(grad_outputs)  # this is dy; `differentiate` overwrites it by the gradient of x
-        checkpoint: Checkpoint = ctx.checkpoint
-        block_run = checkpoint.block_run.replay()
-        totals = GradientSums(trained_parameters(block_run.block))
-        with phase("backward"), checkpoint.autocast():
-            x, output = checkpoint.recall()
-            if block_run.prefetch:  # the previous block's copies to the device overlap with this block's backward
-                checkpoint.fetch_previous()
-            block_run.differentiate(x, output, dx, totals, ctx.needs_input_grad[2])
-        checkpoint.finish()
-        return None, None, dx if ctx.needs_input_grad[2] else None, *totals.result()
+def peak_count(layers: int, inputs: int, outputs: int) -> int:
+    """Returns the largest number of inputs and attention outputs alive at once, after forward or in recomputations."""
+    # `count` is the number of tensors stored in forward that are still alive.
+    end, count, peak = layers, inputs + outputs, inputs + outputs
+    for size in reversed(segment_sizes(layers, inputs, outputs)):  # in backward's order
+        start = end - size
+        peak = max(peak, count + sum(recomputed_counts(start, end, layers - outputs)))
+        # After the segment's backward, its input and the outputs that its blocks stored in forward are released.
+        count -= 1 + min(size, max(0, end - (layers - outputs)))
+        end = start
+    return peak
+
+
+def _longest_segments(layers: int, inputs: int, outputs: int, limit: int) -> tuple[int, ...] | None:
+    """Returns segment sizes, each as large as a peak of `limit` tensors allows, starting from the last segment.
+
+    None if `inputs` such segments do not cover all layers.
+    """
+    sizes, end = list[int](), layers
+    for segments in range(inputs, 0, -1):  # the number of segments up to block `end`, this one included
+        size, longest = 1, end - (segments - 1)  # each earlier segment has at least one block
+        # Alive while this segment is recomputed: the inputs of `segments` segments, and the outputs that blocks before
+        # `end` stored in forward.
+        count = segments + max(0, outputs - (layers - end))
+        while size < longest and count + sum(recomputed_counts(end - size - 1, end, layers - outputs)) <= limit:
+            size += 1
+        sizes, end = [size, *sizes], end - size
+    return tuple(sizes) if end == 0 else None
+
+
+def recomputed_counts(start: int, end: int, without: int) -> tuple[int, int]:
+    """Returns the numbers of inputs and attention outputs that recomputing the blocks start to end - 1 adds.
+
+    The segment's first block has stored its input in forward. Its last block's input and output are used at once, and
+    do not count.
+
+    Args:
+        without: number of first blocks that store no attention output in forward.
+    """
+    inputs = max(0, end - start - 2)
+    outputs = max(0, min(end - 1, without) - start)
+    return inputs, outputs
+
+
+def tensors_by_block(layers: int, inputs: int, outputs: int, host: int) -> tuple[Keep, ...]:
+    """Returns which tensors each block stores, in order.
+
+    Args:
+        layers: number of blocks.
+        inputs: number of blocks that store their input.
+        outputs: number of last blocks that store attention's output.
+        host: number of first blocks that store their tensors in the host's memory. If it is not 0, each of the later
+            blocks stores its input, on the device.
+    """
+    on_device = layers - host if host else 0
+    sizes = ()
+    if layers > on_device:  # segments of the first blocks
+        sizes = segment_sizes(layers - on_device, inputs - on_device, max(0, outputs - on_device))
+    first_blocks = {sum(sizes[:i]) for i in range(len(sizes))}  # of segments
+    return tuple(
+        Keep(x=i in first_blocks or i >= layers - on_device, attention_output=i >= layers - outputs, host=i < host)
+        for i in range(layers)
+    )

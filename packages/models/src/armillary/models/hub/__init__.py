@@ -1,8 +1,7 @@
 """Hugging Face folders, as `transformers` reads and writes them: `config.json` and safetensors.
 
 pretrained.py  `from_pretrained` and `save_pretrained` of a model, `load_pretrained`
-configs.py     from config.json to `LlamaConfig` and `GPTConfig`, and back
-families.py    fields and defaults of each model_type
+configs.py     from config.json to `LlamaConfig` and `GPTConfig`, and back, by the fields of each model_type
 safetensors.py the format of files with tensors
 read.py        from files to parameters, full or sharded
 write.py       from parameters to files

@@ -1,4 +1,8 @@
-"""Converts Hugging Face's `config.json` to a `LlamaConfig` or `GPTConfig`, and back."""
+"""Converts Hugging Face's `config.json` to a `LlamaConfig` or `GPTConfig`, and back.
+
+`FAMILIES` has the supported model types: their fields, defaults, and the values that our models compute. `parse` reads
+the fields of a file, `describe` writes them; RoPE, whose fields differ between releases of `transformers`, comes last.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,15 @@ from dataclasses import fields as dataclass_fields
 from math import isfinite
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
 from armillary.core.parts import check_bool, check_choice, integer, number, read_json
-from armillary.models.config import GPTConfig, LlamaConfig
-from armillary.models.hub.families import FAMILIES, HYBRID, HYBRID_FLAGS, Config, Family
-from armillary.models.layers.rope_scaling import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
-from armillary.models.state_config import Mixer, StateConfig
+from armillary.models.config import GPTConfig, LlamaConfig, Mixer, StateConfig
+from armillary.models.layers.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+
+Config = LlamaConfig | GPTConfig
 
 C = TypeVar("C", LlamaConfig, GPTConfig)
 
@@ -37,6 +41,15 @@ COPIED = (
 )
 """Fields of `config.json` that do not affect our computation. A save copies them from the original weights' folder."""
 
+GPT_CONSTANTS = {
+    "activation_function": "gelu_new",
+    "tie_word_embeddings": True,
+    "attn_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "resid_pdrop": 0.0,
+}
+"""Fields that are the same for each GPT."""
+
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 """The class of each `rope_type` of Hugging Face."""
 
@@ -44,6 +57,130 @@ THETA = 10_000.0
 """The default of `rope_theta` in `transformers`."""
 
 ORIGINAL = "original_max_position_embeddings"
+
+
+# -- families ----------------------------------------------------------------------------------------------------------
+
+LLAMA_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "intermediate_size": "hidden_dim",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "max_position_embeddings": "max_positions",
+    "tie_word_embeddings": "tied_embeddings",
+}
+"""From names in `config.json` to fields of `LlamaConfig`, for the fields that all families of LLaMA have."""
+
+GPT_FIELDS = {
+    "vocab_size": "vocab_size",
+    "n_embd": "dim",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_positions": "max_positions",
+    "layer_norm_epsilon": "norm_eps",
+}
+"""From names in `config.json` to fields of `GPTConfig`."""
+
+LLAMA_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+"""Fields without a default in all families of LLaMA."""
+
+LLAMA_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+"""Defaults of `transformers` that are the same in all families of LLaMA."""
+
+ALWAYS: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+}
+"""`Family.computed` of all families."""
+SWIGLU: dict[str, tuple[Any, ...]] = ALWAYS | {"hidden_act": ("silu", "swish")}
+"""`Family.computed` of all families of LLaMA."""
+
+
+class Family(NamedTuple):
+    """A `model_type`.
+
+    Args:
+        architecture: the model's class in `transformers`, with a head.
+        defaults: defaults of `transformers` for absent fields.
+        computed: for each field that selects a computation, the values that our models compute. The field may also be
+            absent or null. With any other value, the file describes a model that we do not have.
+        required: names of fields in `config.json` that have no default.
+        fields: from names in `config.json` to fields of our config.
+        config: our class of config.
+    """
+
+    architecture: str
+    defaults: Mapping[str, Any]
+    computed: Mapping[str, tuple[Any, ...]]
+    required: tuple[str, ...] = LLAMA_REQUIRED
+    fields: Mapping[str, str] = LLAMA_FIELDS
+    config: type[Config] = LlamaConfig
+
+
+HYBRID = "armillary_hybrid"
+"""Our own `model_type`, for models with other mixers than attention. `transformers` does not have it."""
+
+HYBRID_FLAGS = ("qk_norm", "qkv_bias", "out_bias", "mlp_bias")
+"""Fields of `LlamaConfig` that a hybrid's file states. In other families the `model_type` determines most of them."""
+
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        LLAMA_DEFAULTS | {"max_position_embeddings": 2048},
+        SWIGLU | {"attention_bias": (False, True), "mlp_bias": (False, True), "sliding_window": ()},
+    ),
+    "mistral": Family(
+        "MistralForCausalLM",
+        LLAMA_DEFAULTS | {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
+        SWIGLU | {"attention_bias": (False,), "mlp_bias": (False,)},
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        LLAMA_DEFAULTS | {"max_position_embeddings": 32_768, "num_key_value_heads": 32},
+        SWIGLU | {"mlp_bias": (False,), "use_sliding_window": (False, True)},
+    ),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        LLAMA_DEFAULTS | {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
+        SWIGLU | {"attention_bias": (False, True), "mlp_bias": (False,), "use_sliding_window": (False, True)},
+    ),
+    HYBRID: Family(
+        "ArmillaryHybridForCausalLM",
+        LLAMA_DEFAULTS | {"max_position_embeddings": 8192},
+        SWIGLU | dict.fromkeys((*HYBRID_FLAGS, "use_sliding_window"), (False, True)),
+        required=(*LLAMA_REQUIRED, "mixers", "states"),
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        {
+            "vocab_size": 50_257,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5,
+        },
+        ALWAYS
+        | {
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "tie_word_embeddings": (True,),
+        },
+        required=(),
+        fields=GPT_FIELDS,
+        config=GPTConfig,
+    ),
+}
+"""The supported families by `model_type`. Defaults are those of the family's config class in `transformers`."""
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def read_config(folder: str | PathLike[str], kind: type[C]) -> C:
@@ -119,7 +256,11 @@ def parse(fields: Mapping[str, Any]) -> Config:
         sizes["kv_heads"] = sizes["heads"]
     # 3. Options that depend on several fields.
     try:
-        return gpt_config(fields, sizes) if family.config is GPTConfig else llama_config(kind, fields, sizes)
+        if family.config is LlamaConfig:
+            return llama_config(kind, fields, sizes)
+        if fields.get("n_inner") not in (None, 4 * sizes["dim"]):
+            raise ValueError(f"n_inner={fields['n_inner']!r} must be null or 4 * n_embd={4 * sizes['dim']}")
+        return GPTConfig(**cast("dict[str, Any]", sizes))
     except ValueError as error:
         # Errors of our configs have our names of sizes, `name=value`. The user knows the names in the file.
         hf_names = {name: hf_name for hf_name, name in family.fields.items()} | {"window": "sliding_window"}
@@ -149,14 +290,6 @@ def size(name: str, value: object, minimum: int = 1) -> int:
     if result >= 2**63:
         raise ValueError(f"{name}={result} must be below 2^63")
     return result
-
-
-def gpt_config(fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> GPTConfig:
-    """Returns the config of a GPT, from all fields of the file and the sizes that were read from them."""
-    inner = fields.get("n_inner")
-    if inner not in (None, 4 * sizes["dim"]):
-        raise ValueError(f"n_inner={inner!r} must be null or 4 * n_embd={4 * sizes['dim']}")
-    return GPTConfig(**sizes)
 
 
 def llama_config(kind: str, fields: Mapping[str, Any], sizes: dict[str, Any]) -> LlamaConfig:
@@ -225,6 +358,9 @@ def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int 
     return (None, 0) if window is None or first_layer >= layers else (window, first_layer)
 
 
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
 def describe(config: Config, dtype: torch.dtype, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns the contents of `config.json` for our config.
 
@@ -244,16 +380,10 @@ def describe(config: Config, dtype: torch.dtype, source: Mapping[str, Any] | Non
         "architectures": [family.architecture],
         "model_type": kind,
         **{hf_name: getattr(config, name) for hf_name, name in family.fields.items()},
-        **(describe_gpt() if isinstance(config, GPTConfig) else describe_llama(kind, config)),
+        **(GPT_CONSTANTS if isinstance(config, GPTConfig) else describe_llama(kind, config)),
         "torch_dtype": str(dtype).removeprefix("torch."),
         **copied_fields,
     }
-
-
-def describe_gpt() -> dict[str, Any]:
-    """Returns the fields that are the same for each GPT. Dropout is 0."""
-    dropout = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
-    return {"activation_function": "gelu_new", "tie_word_embeddings": True, **dropout}
 
 
 def describe_llama(kind: str, config: LlamaConfig) -> dict[str, Any]:

@@ -21,11 +21,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from armillary.core.parts import is_file_name, read_json
-from armillary.models.config import GPTConfig, LlamaConfig, one_block
+from armillary.models.config import GPTConfig, LlamaConfig, Mixer, one_block
 from armillary.models.hub.configs import CONFIG
 from armillary.models.hub.safetensors import FLOATS, TensorEntry, open_tensors
-from armillary.models.parameter_shards import Box, local_part
-from armillary.models.state_config import Mixer
+from armillary.models.parameters import Box, local_part
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -34,6 +33,10 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 MAX_FAULTS = 8
 """Largest number of faults that an error lists. Of further faults it gives only the number."""
+
+LLAMA_NAMES = "model.", re.compile(r".*rotary_emb\.inv_freq")
+GPT_NAMES = "transformer.", re.compile(r".*\.attn\.(bias|masked_bias)")
+"""Prefix of the names in files; and names of tensors that are not read, because the config determines their values."""
 
 FUSED = re.compile(r"(.*\.attn\.)([qkv])_proj\.(weight|bias)")
 """Names of GPT parameters that are parts of one tensor in files, `c_attn`."""
@@ -100,23 +103,6 @@ class FileSlice:
     def transpose(self, x: Tensor) -> Tensor:
         """Converts between the order of dims in the file and in the parameter."""
         return x.T if self.transposed else x
-
-
-@dataclass(frozen=True)
-class Names:
-    """Names of a family's tensors in files.
-
-    Args:
-        prefix: prefix of all names except the head's. In folders of models without a head, names do not have it.
-        ignored: tensors that are not read, because the config determines their values.
-    """
-
-    prefix: str
-    ignored: re.Pattern[str]
-
-
-LLAMA = Names("model.", re.compile(r".*rotary_emb\.inv_freq"))
-GPT2 = Names("transformer.", re.compile(r".*\.attn\.(bias|masked_bias)"))
 
 
 def parameter_shapes(build: Callable[[Any], nn.Module], config: LlamaConfig | GPTConfig) -> dict[str, tuple[int, ...]]:
@@ -246,10 +232,10 @@ def open_parameters(
                 file_entries = {name: entry for name, entry in file_entries.items() if index.get(name, file) == file}
             entries |= file_entries
         # 2. The folder of a base model has names without the prefix. A head's name has no prefix in any folder.
-        names = GPT2 if isinstance(config, GPTConfig) else LLAMA
-        entries = {key: entry for key, entry in entries.items() if not names.ignored.fullmatch(key)}
-        if not any(key.startswith(names.prefix) for key in entries):
-            entries = {key if key.startswith("lm_head.") else names.prefix + key: entries[key] for key in entries}
+        prefix, ignored = GPT_NAMES if isinstance(config, GPTConfig) else LLAMA_NAMES
+        entries = {key: entry for key, entry in entries.items() if not ignored.fullmatch(key)}
+        if not any(key.startswith(prefix) for key in entries):
+            entries = {key if key.startswith("lm_head.") else prefix + key: entries[key] for key in entries}
         # 3. Compare them with the model. A config file may state any number of layers, and `shapes` lists them all, so
         # the number is checked first.
         misfit = f"the weights in {folder} do not fit its {CONFIG}"

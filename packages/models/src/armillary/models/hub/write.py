@@ -80,9 +80,11 @@ def save(
     Args:
         tensors: the model's parameters by name.
     """
-    ranks = SavingRanks.of(tensors.values())
+    is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
+    ranks = SavingRanks(dist.get_rank(), dist.get_world_size()) if is_sharded else SavingRanks(0, 1)
+    # 1. Check the arguments. `source` may be missing on some of the ranks only.
     ranks.run(lambda: check(tensors, source, dtype, max_file_bytes))
-    # 1. Divide the tensors into files. Every rank computes the same division and the same file names.
+    # 2. Divide the tensors into files. Every rank computes the same division and the same file names.
     file_tensors = tensors_of_files(config, tensors, dtype)
     first_dtype = next(iter(file_tensors.values())).dtype
     describe(config, first_dtype)  # raises, before anything is written, if no family has this config
@@ -92,11 +94,11 @@ def save(
     target = Path(folder)
     files = {name: {key: file_tensors[key] for key in group} for name, group in zip(names, groups, strict=True)}
     try:
-        # 2. Write the files under temporary names, in rounds of one file per rank.
+        # 3. Write the files under temporary names, in rounds of one file per rank.
         ranks.run(lambda: target.mkdir(parents=True, exist_ok=True))
         for first in range(0, len(names), ranks.size):
             write_round(target, dict(list(files.items())[first : first + ranks.size]), ranks)
-        # 3. Rank 0 writes the other files, and replaces the old ones.
+        # 4. Rank 0 writes the other files, and replaces the old ones.
         ranks.run(lambda: ranks.rank or commit(target, files, other_files(config, first_dtype, source, target)))
     finally:
         # After an error, this rank's temporary files are still there. After the commit there are none.
@@ -264,11 +266,6 @@ class SavingRanks:
 
     rank: int
     size: int
-
-    @classmethod
-    def of(cls, tensors: Any) -> SavingRanks:
-        sharded = any(isinstance(tensor, DTensor) for tensor in tensors)
-        return cls(dist.get_rank(), dist.get_world_size()) if sharded else cls(0, 1)
 
     def run(self, action: Callable[[], object]) -> None:
         """Calls `action`. If it fails on one rank, raises on every rank. Collective."""

@@ -1,4 +1,10 @@
-"""Token-wise functions in chunks of tokens: intermediate results exist for one chunk at a time."""
+"""Token-wise functions in chunks of tokens, so that intermediate results exist for one chunk at a time.
+
+Under tensor parallelism over R ranks, tokens are interleaved: rank r holds tokens r, r + R, r + 2R, ... of T. A chunk
+of consecutive tokens of the sequence, from a multiple of R to another, is a chunk of consecutive tokens on every rank.
+So a function in chunks can gather and reduce one chunk after the other. Every rank has n = ceil(T / R) tokens. If R
+does not divide T, the last token of some ranks is padding, initially zero.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.parts import GradientSums, RNGReplay, capture_autocast
-from armillary.core import label
+from armillary.core import Axis, all_gather, label, reduce_scatter
 from armillary.core.parts import at_tokens, chunks
 
 TokenFunction = Callable[..., Tensor]
@@ -18,7 +26,7 @@ TokenFunction = Callable[..., Tensor]
 
 The first input has this rank's T tokens. Under tensor parallelism, other inputs and the result may have the tokens of
 all ranks, `gathered_ranks` for each token of the first input (other inputs without padding, so fewer for the last one).
-The function gathers or scatters these interleaved tokens itself (`armillary.models.layers.interleaved`).
+The function gathers or scatters these interleaved tokens itself (`all_gather_interleaved`).
 """
 
 
@@ -161,3 +169,38 @@ class ChunkedFunction(torch.autograd.Function):
 def trained_parameters(module: nn.Module) -> list[Tensor]:
     """Returns the module's current parameters that require a gradient. FSDP swaps them between forward and backward."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+# -- interleaved tokens -----------------------------------------------------------------------------------------------
+
+
+def all_gather_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
+    """Gathers the tokens of all ranks: [B, n, ...] -> [B, n R, ...]. Backward is `reduce_scatter_interleaved`.
+
+    Bytes sent: (R - 1) times the bytes of `x`, kind "all_gather"; backward as `reduce_scatter_interleaved`.
+    """
+    return all_gather(x.unsqueeze(2), axis, dim=2).flatten(1, 2)
+
+
+def reduce_scatter_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
+    """Sums x over ranks and returns this rank's tokens: [B, T, ...] -> [B, n, ...].
+
+    Backward is `all_gather_interleaved`. Adds in rank order, in float32 or wider.
+
+    Bytes sent: (R - 1) / R times the bytes of the padded `x`, kind "reduce_scatter"; backward as
+    `all_gather_interleaved`.
+    """
+    mesh_axis = Axis.of(axis)
+    return reduce_scatter(pad_to_multiple(x, mesh_axis.size).unflatten(1, (-1, mesh_axis.size)), axis, dim=2).squeeze(2)
+
+
+def interleaved_shard(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
+    """Returns this rank's tokens [B, n, ...] of x [B, T, ...], which is the same on every rank. No communication."""
+    mesh_axis = Axis.of(axis)
+    return pad_to_multiple(x, mesh_axis.size)[:, mesh_axis.rank :: mesh_axis.size]
+
+
+def pad_to_multiple(x: Tensor, multiple: int, value: float = 0) -> Tensor:
+    """Returns x [B, T, ...], padded with `value` if T is not a multiple of `multiple`."""
+    padding = -x.shape[1] % multiple
+    return F.pad(x, (*[0, 0] * (x.ndim - 2), 0, padding), value=value) if padding else x

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from armillary.attention import AttentionMask, Method
 from armillary.attention.parts import over_all_ranks, sequence_axis
 from armillary.core import Axis, SequenceLayout, short_convolution
-from armillary.models.state_config import Mixer, StateConfig
+from armillary.models.config import Mixer, StateConfig
 from armillary.states import gated_delta_rule, ssd
 
 NORM_EPS = 1e-6
@@ -85,29 +85,6 @@ def _sharding(attention: object, layout: SequenceLayout | None, tokens: int) -> 
     return over_all_ranks(layout or SequenceLayout.contiguous(tokens, 1), attention), axis
 
 
-class StateInputs(NamedTuple):
-    """The inputs of a recurrence.
-
-    Args:
-        x: [B, T, E], the layer's input.
-        q, k: [B, T, K, Dk], after convolution and SiLU.
-        v: [B, T, H, Dv], after convolution and SiLU.
-        z: [B, T, H, Dv], the gate before its activation.
-        dt: [B, T, H], step sizes, above 0.
-        A: [H], rates, below 0. A state decays by exp(dt A) per token.
-        recur: runs a recurrence on this rank's tokens, and returns the outputs [B, T, H, Dv].
-    """
-
-    x: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    z: Tensor
-    dt: Tensor
-    A: Tensor
-    recur: Callable[..., Tensor]
-
-
 class StateMixer(nn.Module):
     """A layer with a state: norm(x) [B, T, E] -> [B, T, H, Dv]. The block applies `o_proj` to the result.
 
@@ -156,11 +133,23 @@ class StateMixer(nn.Module):
         dt = F.softplus(self.a_proj(x).to(wide) + self.dt_bias.to(wide))
         # 3. The recurrence, norm and gate.
         call = partial(recur, self.attention, mask=mask, layout=layout)
-        return self.gated_outputs(StateInputs(x, q, k, v, z, dt, -self.A_log.to(wide).exp(), call))
+        return self.gated_outputs(x, q, k, v, z, dt, -self.A_log.to(wide).exp(), call)
 
     @abstractmethod
-    def gated_outputs(self, inputs: StateInputs) -> Tensor:
-        """Runs the recurrence, and applies norm and gate to its outputs: [B, T, H, Dv]."""
+    def gated_outputs(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, dt: Tensor, A: Tensor, recur: Callable[..., Tensor]
+    ) -> Tensor:
+        """Runs the recurrence, and applies norm and gate to its outputs: [B, T, H, Dv].
+
+        Args:
+            x: [B, T, E], the layer's input.
+            q, k: [B, T, K, Dk], after convolution and SiLU.
+            v: [B, T, H, Dv], after convolution and SiLU.
+            z: [B, T, H, Dv], the gate before its activation.
+            dt: [B, T, H], step sizes, above 0.
+            A: [H], rates, below 0. A state decays by exp(dt A) per token.
+            recur: runs a recurrence on this rank's tokens, and returns the outputs [B, T, H, Dv].
+        """
 
 
 class GatedDeltaNet(StateMixer):
@@ -173,12 +162,14 @@ class GatedDeltaNet(StateMixer):
         self.b_proj = nn.Linear(dim, sizes.heads, bias=False)
         self.norm = nn.RMSNorm(sizes.value_dim, eps=eps)
 
-    def gated_outputs(self, inputs: StateInputs) -> Tensor:
+    def gated_outputs(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, dt: Tensor, A: Tensor, recur: Callable[..., Tensor]
+    ) -> Tensor:
         # Queries and keys get length 1. With such keys, the delta rule's I - beta k k^T does not enlarge the state.
-        q, k = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + NORM_EPS) for y in (inputs.q, inputs.k))
-        beta = self.b_proj(inputs.x).sigmoid()
-        out = inputs.recur(gated_delta_rule, q, k, inputs.v, inputs.dt * inputs.A, beta)
-        return self.norm(out) * F.silu(inputs.z)
+        q, k = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + NORM_EPS) for y in (q, k))
+        beta = self.b_proj(x).sigmoid()
+        out = recur(gated_delta_rule, q, k, v, dt * A, beta)
+        return self.norm(out) * F.silu(z)
 
 
 class Mamba2(StateMixer):
@@ -191,12 +182,13 @@ class Mamba2(StateMixer):
         self.D = nn.Parameter(torch.ones(sizes.heads))
         self.norm_weight = nn.Parameter(torch.ones(sizes.values))
 
-    def gated_outputs(self, inputs: StateInputs) -> Tensor:
-        v = inputs.v
-        out = inputs.recur(ssd, v, inputs.dt, inputs.A, inputs.k, inputs.q)
-        gated = (out + self.D.unsqueeze(-1) * v) * F.silu(inputs.z)
+    def gated_outputs(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, dt: Tensor, A: Tensor, recur: Callable[..., Tensor]
+    ) -> Tensor:
+        out = recur(ssd, v, dt, A, k, q)
+        gated = (out + self.D.unsqueeze(-1) * v) * F.silu(z)
         # Gate first, then one RMSNorm over all heads of a group, as in Mamba-2 (`norm_before_gate=False`).
-        groups = gated.flatten(-2).unflatten(-1, (inputs.q.shape[2], -1))
+        groups = gated.flatten(-2).unflatten(-1, (q.shape[2], -1))
         normed = F.rms_norm(groups, groups.shape[-1:], eps=self.eps)
         return (normed.flatten(-2) * self.norm_weight).unflatten(-1, v.shape[-2:])
 

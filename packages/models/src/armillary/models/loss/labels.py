@@ -1,20 +1,27 @@
-"""The labels of tokens, one per token or several with weights, and those of a chunk: their logits and gradients.
+"""Labels of tokens, one per token or several with weights, and the vocabulary, sharded over the ranks of an axis.
 
-Letters: C tokens of a chunk, m labels in a chunk, R ranks of the axis. V_r rows of the head's weight are on this rank,
-so a rank's logits have V_r columns.
+Each rank has V_r rows of the head's weight, and so computes logits [C, V_r] of the C tokens of a chunk. Instead of the
+logits, ranks send two numbers for each token: the log-sum-exp over the rank's rows, and the label's logit (0 if another
+rank has the label's row). The rank that owns the token receives these two numbers of all ranks, merges them, and
+returns the log-sum-exp over the whole vocabulary to all ranks. From it each rank computes the gradient of its own
+logits.
+
+`TokenLabels` are the labels of a call, `ChunkLabels` the m labels of a chunk, `VocabularyShard` is this rank's part of
+the vocabulary and the communication. Letters: R ranks of the axis; others as above.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core import LabelTriples
-from armillary.core.parts import check_local
-from armillary.models.layers.interleaved import pad_to_multiple
-from armillary.models.loss.vocabulary_shard import VocabularyShard
+from armillary.core import Axis, Collective, LabelTriples, start_all_gather, start_reduce_scatter, start_scatter_parts
+from armillary.core.parts import check_local, dtensor
+from armillary.models.layers.chunked import pad_to_multiple
 
 
 @dataclass(frozen=True)
@@ -107,9 +114,9 @@ class TokenLabels:
             return slice(*bounds)
         return slice(*torch.searchsorted(self.host_positions, torch.tensor(bounds)).tolist())
 
-    def of_chunk(self, chunk: slice, shard: VocabularyShard, dtype: torch.dtype) -> ChunkLabels:
-        """Returns the labels of the chunk's tokens of all ranks, with weights in `dtype`."""
-        indices, size = self.indices(chunk), chunk.stop - chunk.start
+    def of_chunk(self, chunk: slice, indices: slice, shard: VocabularyShard, dtype: torch.dtype) -> ChunkLabels:
+        """Returns the labels `indices` of the chunk's tokens of all ranks, with weights in `dtype`."""
+        size = chunk.stop - chunk.start
         labels, weights = self.labels[indices], self.weights[indices]
         if self.positions is None:
             offsets = torch.arange(size * self.ranks, device=labels.device)
@@ -117,9 +124,17 @@ class TokenLabels:
             offsets = self.positions[indices] - chunk.start * self.ranks
         # A gathered chunk has the tokens of rank 0, then those of rank 1, and so on.
         tokens = offsets % self.ranks * size + offsets // self.ranks
-        columns, is_local = shard.local_columns(labels, weights != 0)
-        one_per_token = self.positions is None
-        return ChunkLabels(indices, size * self.ranks, tokens, columns, is_local, weights.to(dtype), one_per_token)
+        columns = labels - shard.first
+        is_local = (weights != 0) & (columns >= 0) & (columns < shard.rows)
+        return ChunkLabels(
+            indices,
+            size * self.ranks,
+            tokens,
+            columns.where(is_local, 0),
+            is_local,
+            weights.to(dtype),
+            one_per_token=self.positions is None,
+        )
 
     def in_caller_order(self, values: Tensor) -> Tensor:
         """Returns values [M] in the caller's order and shape; 0 where a label is ignored."""
@@ -159,7 +174,8 @@ class ChunkLabels:
 
     def logits_of(self, logits: Tensor) -> Tensor:
         """Returns the logit of each label, [C, V_r] -> [m]; 0 if another rank has its column."""
-        return logits.view(-1).gather(0, self._elements(logits)).where(self.is_local, 0)
+        elements = self.tokens * logits.shape[1] + self.columns  # of the flattened logits
+        return logits.view(-1).gather(0, elements).where(self.is_local, 0)
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
         """Writes d(logits) of the cross entropy to `gradient` [C, V_r]: softmax times factor, minus weights.
@@ -172,7 +188,8 @@ class ChunkLabels:
                 times the probability of this rank's rows, because `softmax` is over these rows alone there.
             gradient: may share the memory of `softmax`, or have another dtype.
         """
-        elements, weights = self._elements(softmax), self.weights.where(self.is_local, 0)
+        elements = self.tokens * softmax.shape[1] + self.columns  # of the flattened logits
+        weights = self.weights.where(self.is_local, 0)
         if self.one_per_token:
             at_labels = softmax.view(-1).gather(0, elements) * factor[self.tokens, 0] - weights
             # On the CPU, `mul` with an output of another dtype allocates a temporary, and so does a scatter in
@@ -185,9 +202,96 @@ class ChunkLabels:
         if product is not gradient:
             gradient.copy_(product)
 
-    def _elements(self, logits: Tensor) -> Tensor:
-        """Returns the index of each label's element of the flattened logits, [m]."""
-        return self.tokens * logits.shape[1] + self.columns
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """Rows `first` to `first + rows - 1` of the weight's `total_rows`: the part on this rank of `axis`.
+
+    A tensor [C, ...] has one entry for each token of a chunk. The first `token_counts(C)[0]` tokens are rank 0's, the
+    next are rank 1's, and so on; [c, ...] are this rank's own. On an axis of one rank nothing is sent.
+    """
+
+    axis: Axis
+    first: int
+    rows: int
+    total_rows: int
+
+    @classmethod
+    def of(cls, rows: int, axis: DeviceMesh | Axis | None, vocabulary: int | None) -> VocabularyShard:
+        """Returns this rank's part of the vocabulary.
+
+        Rows are cut as by `torch.chunk` and DTensor's `Shard(0)`: ceil(V / R) rows per rank until none are left.
+
+        Args:
+            rows: number of this rank's rows, V_r.
+            axis: a 1-D mesh of R ranks; None for one rank.
+            vocabulary: V, needed with an axis.
+
+        Raises:
+            ValueError: an axis without `vocabulary`, or a number of rows that is not this rank's part of V.
+        """
+        rank_axis = Axis.alone("vocabulary") if axis is None else Axis.of(axis)
+        if axis is not None and vocabulary is None:
+            raise ValueError(
+                f"vocabulary, the number of rows of all ranks, is needed over axis {rank_axis.name!r} of "
+                f"{rank_axis.size} ranks"
+            )
+        all_rows = rows if vocabulary is None else vocabulary
+        sizes = dtensor.chunk_sizes(all_rows, rank_axis.size)
+        if rows != sizes[rank_axis.rank]:
+            raise ValueError(
+                f"rank {rank_axis.rank} of {rank_axis.size} on axis {rank_axis.name!r} has {sizes[rank_axis.rank]} of "
+                f"vocabulary={vocabulary} rows, as Shard(0) cuts them; got {rows}"
+            )
+        return cls(rank_axis, sum(sizes[: rank_axis.rank]), rows, all_rows)
+
+    def token_counts(self, tokens: int) -> list[int]:
+        """Returns how many of a chunk's tokens each rank owns; equal numbers if R divides `tokens`."""
+        base, remainder = divmod(tokens, self.axis.size)
+        return [base + (rank < remainder) for rank in range(self.axis.size)]
+
+    def gather(self, x: Tensor, tokens: int, dtype: torch.dtype | None = None) -> Collective[Tensor]:
+        """Starts an all-gather, [c, ...] of each rank -> [C, ...] in `dtype`, with C = `tokens`.
+
+        Bytes sent: (R - 1) times the bytes of `x`, padded to the largest count, kind "all_gather".
+        """
+        if self.axis.size == 1:  # converted when the result is taken, so that only one chunk is converted at a time
+            return Collective(self.axis, (x,), (), lambda: x if dtype is None else x.to(dtype))
+        return start_all_gather(x if dtype is None else x.to(dtype), self.axis, self.token_counts(tokens), 0)
+
+    def scatter(self, x: Tensor, target: Tensor) -> Callable[[], object]:
+        """Starts a reduce-scatter of x [C, ...]. The returned function waits, and writes this rank's sums to `target`.
+
+        Args:
+            target: [c, ...].
+
+        Bytes sent: the other ranks' tokens in `x`, kind "reduce_scatter".
+        """
+        if self.axis.size == 1:  # copied at once, so that `x` can be freed
+            target.copy_(x)
+            return lambda: None
+        scatter = start_reduce_scatter(x, self.axis, self.token_counts(len(x)), 0)
+        return lambda: target.copy_(scatter.wait())
+
+    def merge(self, lse: Tensor, label_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Merges log-sum-exps and label logits of all ranks: [C, 1] over this rank's rows -> [c, 1] over all V rows.
+
+        Bytes sent: both numbers of each token of the other ranks, kind "reduce_scatter".
+        """
+        # One message per pair of ranks has both. A reduce-scatter cannot merge log-sum-exps, so each rank receives the
+        # unreduced parts of its own tokens and merges them.
+        messages = start_scatter_parts(
+            torch.cat([lse, label_logits], 1), self.axis, self.token_counts(len(lse)), 0
+        ).wait()
+        lses, label_logit_parts = torch.stack(messages).unsqueeze(-1).unbind(2)  # [R, c, 1] each
+        return lses.logsumexp(0), label_logit_parts.sum(0)
+
+    def gather_all(self, x: Tensor) -> Tensor:
+        """Returns a tensor of all ranks, x -> [R, *x.shape] in rank order.
+
+        Bytes sent: (R - 1) times the bytes of `x`, kind "all_gather".
+        """
+        return start_all_gather(x.unsqueeze(0), self.axis, [1] * self.axis.size, 0).wait()
 
 
 def check_integers(name: str, x: Tensor, accepted: str, ndim: int) -> None:

@@ -20,9 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis
 from armillary.core.parts import check_local, compat, phase
-from armillary.models.loss.head import ChunkedHead, Gradients, pad_empty_shard
-from armillary.models.loss.labels import ChunkLabels
-from armillary.models.loss.vocabulary_shard import VocabularyShard
+from armillary.models.loss.labels import ChunkLabels, VocabularyShard
+from armillary.models.loss.linear import ChunkedHead, Gradients, pad_empty_shard
 
 
 class TokenStatistics(NamedTuple):
@@ -165,7 +164,7 @@ class LogProbabilities(torch.autograd.Function):
         temperature: float,
         statistics: bool,
     ) -> tuple[Tensor, ...]:
-        matmul_weight, matmul_bias = head.cast(weight, bias)
+        matmul_weight, matmul_bias = weight.to(head.dtype), None if bias is None else bias.to(head.dtype)
         result_count, ranks = 4 if statistics else 1, head.shard.axis.size
         results = hidden.new_zeros((result_count, len(head.labels.labels)), dtype=head.wide)
         lses = hidden.new_zeros((len(hidden), ranks), dtype=head.wide)  # [t, R]
@@ -189,9 +188,10 @@ class LogProbabilities(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (hidden, weight, bias, lses), head = ctx.saved_tensors, cast(ChunkedHead, ctx.head)
+        *inputs, lses = ctx.saved_tensors
+        (hidden, weight, bias), head = inputs, cast(ChunkedHead, ctx.head)
         gradients = Gradients.empty(hidden, weight, head.wide, ctx.needs_input_grad[:3])
-        matmul_weight, matmul_bias = head.cast(weight, bias)
+        matmul_weight, matmul_bias = weight.to(head.dtype), None if bias is None else bias.to(head.dtype)
         # d(logits) of a token is the sum over its labels of upstream gradient times (one-hot - softmax) / temperature.
         # `upstream` is negated, because `logits_gradient` computes softmax minus one-hot.
         upstream = -(grads[0] / ctx.temperature).where(head.labels.weights, 0).to(head.wide)
@@ -206,7 +206,7 @@ class LogProbabilities(torch.autograd.Function):
                 labels.logits_gradient(softmax, labels.by_token(labels.weights), buffer)
                 gradients.add(tokens, buffer, gathered, matmul_weight, head.shard)
                 del buffer, softmax  # frees them before the next chunk's logits are computed
-        results = zip(gradients, (hidden, weight, bias), strict=True)
+        results = zip(gradients, inputs, strict=True)
         return *(None if x is None else x.to(like.dtype) for x, like in results), None, None, None
 
 

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from types import MethodType
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
 from armillary.attention.parts import sequence_axis
 from armillary.attention.plans import check_rank_grid
-from armillary.core import Axis
+from armillary.core import Axis, accumulation_dtype, sum_gradients
 from armillary.core.parts import compat
 from armillary.models.activation_checkpoint.policy import Checkpointing
-from armillary.models.block import Block, Decoder, run_plainly
+from armillary.models.block import Block, run_plainly
 from armillary.models.gpt import GPT
 from armillary.models.layers.state_mixers import StateMixer
-from armillary.models.llama import Llama
-from armillary.models.parallel.fsdp import ZeroStage, shard_parameters, sharding_axes
+from armillary.models.llama import HybridDecoder, Llama
 from armillary.models.parallel.tensor import styles_for, tensor_parallel
+
+ZeroStage = Literal[1, 2, 3]
+
+SHARDING = ("shard", "nodes", "devices", "ring", "ulysses")
+"""Mesh axes over which parameters are sharded. They are flattened into one axis."""
 
 
 def parallelize(
@@ -82,7 +87,7 @@ def parallelize(
     if checkpointing is not None:
         checkpointing.apply(model)  # raises, before it changes anything, if the blocks' own attention is no `Method`
     for module in model.modules():
-        if isinstance(module, Decoder):
+        if isinstance(module, HybridDecoder):
             module.contiguous_states = contiguous_states
     # 3. Modules and parameters. The order matters: the compiled graphs must contain the modules of tensor parallelism,
     # and must not contain FSDP's hooks.
@@ -150,3 +155,77 @@ def compile_block(block: Block, compiler: str, fullgraph: bool = False) -> None:
     else:
         compiled = torch.compile(type(block).after_attention, backend=compiler, fullgraph=fullgraph)
         target.after_attention = MethodType(compiled, block)
+
+
+def shard_parameters(
+    model: Llama | GPT, mesh: DeviceMesh, precision: torch.dtype, cpu_offload: bool = False, zero_stage: ZeroStage = 3
+) -> None:
+    """Applies FSDP2 in place: shards parameters over the mesh axes `SHARDING`, and replicates over `replicate` (HSDP).
+
+    Each block is a unit of FSDP2, whose parameters are gathered when it runs. So are the embedding table and the head,
+    if they are not tied. Gradients are summed over all ranks, not averaged: divide the loss by the global number of
+    labels.
+
+    Args:
+        mesh: a mesh with some of these axes, and possibly others, such as `build_mesh` returns.
+        precision: dtype of forward and backward. Gradients are reduced in float32 (float64 for float64).
+        cpu_offload: True keeps parameters, gradients and optimizer state in the host's memory.
+        zero_stage: 3 frees a block's gathered parameters after its forward, and gathers them again in backward. 2 keeps
+            them from forward to backward. Both shard gradients and optimizer state. 1 shards only optimizer state: call
+            `armillary.models.parallel.begin_micro_batch` before each micro-batch of a step. Without these calls, 1 is
+            the same as 2.
+
+    Raises:
+        ValueError: the mesh has none of the sharding axes.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=accumulation_dtype(precision))
+    offload_policy = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    # 1. A 1-D mesh over the sharding axes, or 2-D [replicate, sharding] for HSDP.
+    fsdp_mesh = compat.flatten(mesh, sharding_axes(mesh), "fsdp")
+    if "replicate" in (mesh.mesh_dim_names or ()) and mesh["replicate"].size() > 1:
+        fsdp_mesh = compat.join(mesh["replicate"], fsdp_mesh)
+    # 2. The units, inner modules first: a unit has the parameters that no inner unit has. True for units that stay
+    # gathered from forward to backward, because they are used last in forward and first in backward: the head, and the
+    # model itself, which has among others the final norm and tied weights.
+    units: list[tuple[nn.Module, bool]] = [(module, False) for module in model.modules() if isinstance(module, Block)]
+    if isinstance(model, Llama) and model.lm_head is not None:
+        units += [(model.model.embed_tokens, False), (model.lm_head, True)]
+    for module, stays_gathered in (*units, (model, True)):
+        fully_shard(
+            module,
+            mesh=fsdp_mesh,
+            mp_policy=policy,
+            offload_policy=offload_policy,
+            reshard_after_forward=zero_stage == 3 and not stays_gathered,
+        )
+    sum_gradients(model)  # FSDP2 would average them
+
+
+def sharding_axes(mesh: DeviceMesh) -> list[str]:
+    """Returns the axes of the mesh over which parameters are sharded.
+
+    Raises:
+        ValueError: the mesh has none of `SHARDING`.
+    """
+    names = mesh.mesh_dim_names or ()
+    axes = [name for name in SHARDING if name in names]
+    if not axes:
+        available = ", ".join(names) or "no names"
+        raise ValueError(f"parameters are sharded over any of {', '.join(SHARDING)}; the mesh has {available}")
+    return axes
+
+
+def begin_micro_batch(model: nn.Module, last: bool) -> None:
+    """Starts a micro-batch under ZeRO stage 1. Call it on every rank before each micro-batch's forward.
+
+    Gathered parameters and unsharded gradients stay until the step's last micro-batch. So a step gathers
+    parameters once, and reduces gradients once.
+
+    Args:
+        model: a model after `shard_parameters`.
+        last: True for the last micro-batch of a step.
+    """
+    assert isinstance(model, FSDPModule)
+    model.set_requires_gradient_sync(last)  # reduce-scatter gradients only in the last backward
+    model.set_reshard_after_backward(last)  # free gathered parameters only after the last backward
+    model.set_is_last_backward(last)  # the last backward waits at its end for the reductions

@@ -1,13 +1,20 @@
 """Token losses: of whole logits, and of hidden states in chunks, so that logits [T, V] never exist.
 
 For 5Mi tokens of LLaMA-3-8B on 8 ranks, logits would take 157 GiB per rank in bfloat16, and their float32 copy twice
-as much.
+as much. So `own_linear_loss` gathers the hidden states of a chunk of tokens, computes the chunk's logits, its losses
+(`cross_entropy_`) and its gradients in the memory of the logits, and goes on to the next chunk. `ChunkedHead` is this
+loop over chunks; `token_logprobs` and `linear_argmax` have the same one.
+
+Letters: this rank has t of T tokens, c of the C tokens of a chunk, and V_r of the V rows of the head's weight. On one
+rank t = T, c = C and V_r = V.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, cast, get_args
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +22,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.parts import autocast_enabled
 from armillary.core import Axis, LabelTriples, accumulation_dtype
 from armillary.core.parts import check_local, compat
-from armillary.models.loss.head import ChunkedHead, Gradients, pad_empty_shard
-from armillary.models.loss.labels import ChunkLabels, TokenLabels
-from armillary.models.loss.vocabulary_shard import VocabularyShard
+from armillary.core.parts import chunks as token_chunks
+from armillary.models.layers.projections import add_product
+from armillary.models.loss.labels import ChunkLabels, TokenLabels, VocabularyShard
 
 Backend = Literal["own", "torch"]
 
@@ -78,7 +86,7 @@ def token_loss(
         )
     shard, flat = VocabularyShard.of(logits.shape[-1], axis, vocabulary), logits.flatten(0, 1)
     wide = accumulation_dtype(logits.dtype)
-    if shard.alone and isinstance(labels, Tensor):  # torch's loss may be differentiated twice
+    if shard.axis.size == 1 and isinstance(labels, Tensor):  # torch's loss may be differentiated twice
         wide_logits = flat.to(wide)
         total = F.cross_entropy(wide_logits, token_labels.labels, ignore_index=ignore, reduction="sum")
         if z_loss:
@@ -86,17 +94,19 @@ def token_loss(
         return total, token_labels.count
     token_labels.check(shard.total_rows)
 
-    def loss_and_gradient(needs_grad: Sequence[bool]) -> tuple[Tensor, Sequence[Tensor | None]]:
+    needs_grad = logits.requires_grad and torch.is_grad_enabled()
+    with torch.no_grad():
         padded_logits = pad_empty_shard(flat)
         # A copy in the dtype of sums, since the caller's logits must stay. `cross_entropy_` overwrites it with the
         # softmax, and then with the gradient.
         buffer = padded_logits.to(wide, copy=True, memory_format=torch.contiguous_format)
-        chunk = token_labels.of_chunk(slice(0, len(flat)), shard, wide)
-        gradient = buffer if needs_grad[0] else None
+        tokens = slice(0, len(flat))
+        chunk = token_labels.of_chunk(tokens, token_labels.indices(tokens), shard, wide)
+        gradient = buffer if needs_grad else None
         losses = cross_entropy_(buffer, padded_logits, chunk, shard, z_loss=z_loss, gradient=gradient)
-        return shard.total(losses), [None if gradient is None else gradient.narrow(1, 0, flat.shape[1])]
-
-    return with_gradients(loss_and_gradient, flat), token_labels.count
+        gradient = None if gradient is None else gradient.narrow(1, 0, flat.shape[1])
+        total = shard.gather_all(losses.sum()).sum()  # in rank order: bitwise equal on all ranks
+    return cast(Any, SavedGradients).apply((total, [gradient]), flat), token_labels.count
 
 
 # -- head and loss in one ---------------------------------------------------------------------------------------------
@@ -175,38 +185,32 @@ def linear_token_loss(
     flat = hidden.flatten(0, 1)
     if backend == "own":
         return own_linear_loss(flat, weight, bias, head, z_loss), head.labels.count
-    is_unsupported = z_loss or not head.shard.alone or isinstance(labels, LabelTriples)
+    is_unsupported = z_loss or head.shard.axis.size > 1 or isinstance(labels, LabelTriples)
     if is_unsupported or not hasattr(nn, "LinearCrossEntropyOptions"):
         raise ValueError(
             "backend 'torch' needs torch 2.13, one rank, labels [B, T] and no z_loss; got torch "
             f"{torch.__version__}, {head.shard.axis.size} ranks, {type(labels).__name__} and z_loss={z_loss}"
         )
-    return torch_linear_loss(flat, weight, bias, head), head.labels.count
-
-
-def torch_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: ChunkedHead) -> Tensor:
-    """Computes the summed loss of hidden [T, E] by `F.linear_cross_entropy`."""
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=head.chunk, chunking_method=None, allow_retain_graph=True)
-    matmul_weight, matmul_bias = head.cast(weight, bias)
     total = F.linear_cross_entropy(
-        hidden.to(head.dtype),
-        matmul_weight,
+        flat.to(head.dtype),
+        weight.to(head.dtype),
         head.labels.labels.where(head.labels.weights, -100),
-        linear_bias=matmul_bias,
+        linear_bias=None if bias is None else bias.to(head.dtype),
         reduction="sum",
         ignore_index=-100,
         options=options,
     )
-    return total.to(head.wide)
+    return total.to(head.wide), head.labels.count
 
 
 @compat.outside_graphs  # traced, the loop would be unrolled into a graph of all chunks
 def own_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: ChunkedHead, z_loss: float) -> Tensor:
     """Computes the summed loss of this rank's hidden [t, E], weight [V_r, E] and bias [V_r] chunk by chunk."""
-
-    def loss_and_gradients(needs_grad: Sequence[bool]) -> tuple[Tensor, Sequence[Tensor | None]]:
+    needs_grad = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in (hidden, weight, bias)]
+    with torch.no_grad():
         gradients = Gradients.empty(hidden, weight, head.wide, needs_grad)
-        matmul_weight, matmul_bias = head.cast(weight, bias)
+        matmul_weight, matmul_bias = weight.to(head.dtype), None if bias is None else bias.to(head.dtype)
         losses = hidden.new_zeros(len(hidden), dtype=head.wide)
         for tokens, labels, gathered in head.chunks(hidden):
             logits = pad_empty_shard(F.linear(gathered, matmul_weight, matmul_bias))  # [C, V_r]
@@ -218,9 +222,8 @@ def own_linear_loss(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: C
             if dlogits is not None:
                 gradients.add(tokens, dlogits, gathered, matmul_weight, head.shard)
             del logits, dlogits  # frees them before the next chunk's are computed
-        return head.shard.total(losses), gradients
-
-    return with_gradients(loss_and_gradients, hidden, weight, bias)
+        total = head.shard.gather_all(losses.sum()).sum()  # in rank order: bitwise equal on all ranks
+    return cast(Any, SavedGradients).apply((total, gradients), hidden, weight, bias)
 
 
 # -- a chunk's loss ---------------------------------------------------------------------------------------------------
@@ -255,7 +258,7 @@ def cross_entropy_(
     label_logits = labels.by_token(labels.logits_of(wide) * labels.weights)
     peak, peak_columns = logits.max(1, keepdim=True)
     peak = peak.to(wide.dtype)
-    if not shard.alone:
+    if shard.axis.size > 1:
         # If all logits of a token on this rank are -inf, softmax would be NaN. So the largest is raised to the lowest
         # finite value: then softmax is 1 there and 0 elsewhere.
         wide.scatter_(1, peak_columns, peak.clamp_(min=torch.finfo(wide.dtype).min))
@@ -275,29 +278,16 @@ def cross_entropy_(
         all_lse = shard.gather(lse, len(wide)).wait()
         factor = weights * (1 + 2 * z_loss * all_lse) * (rank_lse - all_lse).exp()
         labels.logits_gradient(wide, factor, gradient)
-    weights = shard.own_tokens(weights)
+    weights = weights.split(shard.token_counts(len(weights)))[shard.axis.rank]  # this rank's own tokens
     return (weights * (lse + z_loss * lse.square()) - label_logits).where(weights != 0, 0).squeeze(1)
 
 
-# -- autograd ---------------------------------------------------------------------------------------------------------
-
-Computation = Callable[[Sequence[bool]], tuple[Tensor, Sequence[Tensor | None]]]
-"""From one boolean per input, True if its gradient is needed, to a scalar and the gradients, None where not needed."""
-
-
-def with_gradients(compute: Computation, *inputs: Tensor | None) -> Tensor:
-    """Returns the scalar of a computation with `inputs`. Backward multiplies its gradients by the upstream gradient."""
-    # Determined here, because grad mode is off inside of an `autograd.Function`.
-    needs_grad = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in inputs]
-    return cast(Tensor, cast(Any, SavedGradients).apply(compute, needs_grad, *inputs))
-
-
 class SavedGradients(torch.autograd.Function):
-    """The autograd function of `with_gradients`."""
+    """Returns a scalar. Backward multiplies the inputs' gradients, computed before, by the upstream gradient."""
 
     @staticmethod
-    def forward(ctx: Any, compute: Computation, needs_grad: Sequence[bool], *inputs: Tensor | None) -> Tensor:
-        total, gradients = compute(needs_grad)
+    def forward(ctx: Any, results: tuple[Tensor, Sequence[Tensor | None]], *inputs: Tensor | None) -> Tensor:
+        total, gradients = results
         ctx.save_for_backward(*gradients)
         ctx.dtypes = [None if x is None else x.dtype for x in inputs]
         return total
@@ -305,11 +295,169 @@ class SavedGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gradients = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return None, None, *(None if x is None else scale(x, grads[0], dtype) for x, dtype in gradients)
+        # Rounded once. The factor gets x's number of dims, because `mul` would cast a 0-dim factor to x's dtype first.
+        return None, *(
+            None if x is None else torch.mul(x, grads[0].view([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))
+            for x, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        )
 
 
-def scale(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns `x` times a scalar tensor, in `dtype`, rounded once."""
-    # The factor gets x's number of dims, because `mul` would cast a 0-dim factor to the dtype of x first.
-    return torch.mul(x, factor.view([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))
+# -- the head in chunks -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ChunkedHead:
+    """The checked arguments of a call that are no differentiable tensors.
+
+    Args:
+        labels: the labels of the tokens of all ranks.
+        shard: this rank's rows of the weight.
+        chunk: number of tokens of all ranks in a chunk.
+        dtype: dtype of the matmuls.
+        wide: dtype of sums.
+    """
+
+    labels: TokenLabels
+    shard: VocabularyShard
+    chunk: int
+    dtype: torch.dtype
+    wide: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor | LabelTriples,
+        *,
+        ignore: int,
+        axis: DeviceMesh | Axis | None,
+        vocabulary: int | None,
+        positions: Tensor | None = None,
+        chunk: int | None = None,
+    ) -> ChunkedHead:
+        """Checks a call, and chooses chunk and dtype. Needs no device sync, except to read `positions` on a device.
+
+        Raises:
+            ValueError: DTensors, shapes or dtypes that do not match, a chunk below 1, labels or positions that
+                `TokenLabels` refuse, or a weight that `VocabularyShard` refuses.
+        """
+        check_local("hidden", hidden)
+        ranks = 1 if axis is None else Axis.of(axis).size
+        # 1. Labels. Positions count the tokens of the hidden states.
+        if isinstance(labels, LabelTriples) or positions is None:
+            token_labels = TokenLabels.of(labels, ignore, ranks)
+        elif hidden.ndim != 3:
+            raise ValueError(f"hidden must be [B, T, E]; got {tuple(hidden.shape)}")
+        else:
+            shape = hidden.shape[0], hidden.shape[1] * ranks
+            token_labels = TokenLabels.at_positions(labels, positions, ignore, shape, ranks)
+        # 2. Shapes and dtypes.
+        (rows, row_tokens), dim = token_labels.shape, hidden.shape[-1]
+        expected = (rows, ceil(row_tokens / ranks)), (len(weight), dim), weight.shape[:1]
+        if (
+            hidden.ndim != 3
+            or (hidden.shape[:-1], weight.shape, weight.shape[:1] if bias is None else bias.shape) != expected
+        ):
+            hidden_shape = f"[B, ceil(T / {ranks}), E], with this rank's rows of V:" if ranks > 1 else "[B, T, E],"
+            shapes = [hidden.shape, weight.shape, token_labels.shape, *([] if bias is None else [bias.shape])]
+            raise ValueError(
+                f"hidden {hidden_shape} weight [V, E], labels [B, T] and bias [V] are needed; "
+                f"got {', '.join(str(tuple(shape)) for shape in shapes)}"
+            )
+        dtypes = [x.dtype for x in (hidden, weight, bias) if x is not None]
+        if not autocast_enabled(hidden) and len({*dtypes}) > 1:
+            raise ValueError(f"hidden, weight and bias need one dtype outside of autocast; got {dtypes}")
+        if chunk is not None and chunk < 1:
+            raise ValueError(f"chunk must be at least 1 token; got {chunk}")
+        # 3. This rank's part of the vocabulary, the dtype and the chunk. Autocast applies to all dtypes but float64.
+        shard, dtype = VocabularyShard.of(len(weight), axis, vocabulary), hidden.dtype
+        if autocast_enabled(hidden) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+        tokens = rows * hidden.shape[1] * ranks
+        chunk = chunk or loss_chunk_tokens(tokens, dim, shard.total_rows, dtype.itemsize, ranks)
+        return cls(token_labels, shard, chunk, dtype, torch.promote_types(dtype, torch.float32))
+
+    def chunks(self, hidden: Tensor) -> Generator[tuple[slice, ChunkLabels, Tensor]]:
+        """Yields each chunk: the slice of this rank's tokens, labels and hidden states [C, E] of all ranks' tokens.
+
+        The next chunk is gathered while the caller computes the current one. Chunks are left out if the host knows,
+        without a device sync, that no rank's tokens have a label.
+
+        Args:
+            hidden: [t, E], of this rank's tokens.
+
+        Bytes sent: as `VocabularyShard.gather`, for each chunk.
+        """
+        ranks = self.shard.axis.size
+        slices = token_chunks(len(hidden), max(1, self.chunk // ranks)) if len(hidden) else []
+        indices = [(tokens, self.labels.indices(tokens)) for tokens in slices]
+        labelled = [(tokens, labels) for tokens, labels in indices if labels.stop > labels.start]
+        gathers = (self.shard.gather(hidden[tokens], ranks * len(hidden[tokens]), self.dtype) for tokens, _ in labelled)
+        next_gather = next(gathers, None)  # starts the first all-gather
+        for tokens, labels in labelled:
+            current = next_gather
+            next_gather = next(gathers, None)  # in flight while the caller works on the current chunk
+            assert current is not None
+            yield tokens, self.labels.of_chunk(tokens, labels, self.shard, self.wide), current.wait()
+
+
+def loss_chunk_tokens(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks: int = 1) -> int:
+    """Returns the default number of tokens in a chunk of the loss. Chunks are as equal as possible.
+
+    A chunk's logits and their float32 copy may take 64 MiB, or half of the bytes of `hidden` [tokens, dim] and `weight`
+    [vocabulary, dim], whichever is more. For LLaMA-3-8B, 8192 tokens are in chunks of 683, and 655360 in chunks of
+    4148. Smaller chunks cost time, since each one reads the weight and adds to its full gradient.
+
+    With several ranks, the second limit is half of the bytes of a rank's part of both. The tensors in flight count too:
+    the hidden states of this chunk and of the next, and the gradient of hidden states before and after its reduction.
+    """
+    budget = max(2**26, (tokens + vocabulary) * dim * itemsize // (2 * ranks))
+    wide_itemsize = 4 if itemsize < 4 else 0  # the float32 copy of 16-bit logits
+    logits_bytes = ceil(vocabulary / ranks) * (itemsize + wide_itemsize)  # per token
+    exchanged_bytes = 4 * dim * itemsize if ranks > 1 else 0  # per token: four tensors in flight, each [dim]
+    chunks = ceil(tokens * (logits_bytes + exchanged_bytes) / budget)
+    return max(1, ceil(tokens / max(1, chunks)))
+
+
+def pad_empty_shard(logits: Tensor) -> Tensor:
+    """Returns logits [C, V_r]. On a rank without rows, a column [C, 1] of -inf: it adds 0 to a sum of exponentials."""
+    return logits if logits.shape[1] else F.pad(logits, (0, 1), value=-torch.inf)
+
+
+class Gradients(NamedTuple):
+    """Gradients of hidden [t, E] in its dtype, and of weight [V_r, E] and bias [V_r] in the dtype of sums.
+
+    A field is None if its gradient is not needed.
+    """
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def empty(cls, hidden: Tensor, weight: Tensor, wide: torch.dtype, needs_grad: Sequence[bool]) -> Gradients:
+        return cls(
+            torch.zeros_like(hidden) if needs_grad[0] else None,
+            torch.zeros_like(weight, dtype=wide) if needs_grad[1] else None,
+            weight.new_zeros(len(weight), dtype=wide) if needs_grad[2] else None,
+        )
+
+    def add(self, tokens: slice, dlogits: Tensor, hidden: Tensor, weight: Tensor, shard: VocabularyShard) -> None:
+        """Adds a chunk's gradients.
+
+        Args:
+            tokens: the slice of this rank's tokens.
+            dlogits: [C, V_r], the gradient of the chunk's logits, in the dtype of matmuls; or [C, 1] without rows.
+            hidden: [C, E], the hidden states of all ranks' tokens.
+        """
+        dlogits = dlogits.narrow(1, 0, len(weight))
+        # The reduce-scatter over ranks is in flight while the weight's gradient is computed.
+        write = None if self.hidden is None else shard.scatter(dlogits @ weight, self.hidden[tokens])
+        if self.bias is not None:
+            self.bias.add_(dlogits.sum(0, dtype=self.bias.dtype))
+        if self.weight is not None:
+            add_product(self.weight, dlogits, hidden)
+        if write is not None:
+            write()

@@ -1,4 +1,4 @@
-"""The slices of a sharded parameter that a rank has, computed without communication.
+"""The slices of a sharded parameter that a rank has, and a parameter's name without the prefixes of wrappers.
 
 FSDP2 shards tensors that tensor parallelism has sharded before, and marks them with a `_StridedShard` on its own mesh
 axis, which is to the left of the tensor-parallel axis. In `distribute_tensor` and in the offsets of distributed
@@ -16,6 +16,9 @@ from math import prod
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
+
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
+"""Parts of parameter names that torch's activation checkpointing and torch.compile insert."""
 
 Box = tuple[slice, ...]
 """A rectangular part of a tensor: a slice for each dim."""
@@ -79,10 +82,14 @@ def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequenc
     order: list[int] = []
     # From the last mesh axis to the first, each axis is inserted into the order of the axes to its right.
     for axis in reversed(range(len(ranks))):
-        cut_dim, part_count = _sharded_dim(placements[axis])
-        if cut_dim is None or cut_dim % dims != dim:
+        placement = placements[axis]
+        if not isinstance(placement, (Shard, _StridedShard, Replicate)):
+            raise ValueError(f"{placement}: a parameter must be sharded or replicated")
+        if isinstance(placement, Replicate) or placement.dim % dims != dim:
             continue
-        # The axis cuts after the first n axes of the order, whose ranks multiply to `part_count`.
+        # A strided shard (a private class that is not a subclass of `Shard` in some releases) cuts after the first n
+        # axes of the order, whose ranks multiply to its `split_factor`; a shard cuts first.
+        part_count = getattr(placement, "split_factor", 1)
         candidates = [n for n in range(len(order) + 1) if prod(ranks[a] for a in order[:n]) == part_count]
         if not candidates:
             raise ValueError(f"{tuple(placements)}: {part_count} parts along dim {dim} are cut by no axes to the right")
@@ -90,14 +97,8 @@ def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequenc
     return order
 
 
-def _sharded_dim(placement: Placement) -> tuple[int | None, int]:
-    """Returns the dim that a placement shards, or None, and the number of parts that axes to its right cut before.
-
-    This number is 1, or the `split_factor` of FSDP2's `_StridedShard`, a private class that is not a subclass of
-    `Shard` in some releases.
-    """
-    if isinstance(placement, (Shard, _StridedShard)):
-        return placement.dim, getattr(placement, "split_factor", 1)
-    if not isinstance(placement, Replicate):
-        raise ValueError(f"{placement}: a parameter must be sharded or replicated")
-    return None, 1
+def plain_name(name: str) -> str:
+    """Returns the parameter's name in the unwrapped model."""
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
