@@ -16,15 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from attention_memory import attention_intermediates, memory_before_attention
 from report import RESULTS, write
 from rich.console import Console
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method, Ring, Ulysses, UPipe, WallFacer
 from armillary.models import Checkpointing, LlamaConfig
-from armillary.plan.memory import attention_intermediates, memory_before_attention, simulate
-from armillary.plan.memory.plan import MemoryOptions, plan_memory
-from armillary.plan.search.report import stored_text
+from armillary.plan.memory import simulate
+from armillary.plan.memory.command import MemoryOptions, plan_memory
+from armillary.plan.search.command import stored_text
 from armillary.plan.search.search import SearchOptions, search
 
 Row = dict[str, Any]
@@ -120,13 +121,13 @@ def longest(plans: list[MemoryOptions], console: Console) -> list[Row]:
         with console.status(f"{plan.model} {plan.cluster} {plan.attention}"):
             result = plan_memory(replace(plan, max_context=True))
         assert result.fit is not None
-        axes = " x ".join(f"{name} {size}" for name, size in result.axes.items() if size > 1)
+        axes = " x ".join(f"{name} {size}" for name, size in result.job.axes.items() if size > 1)
         rows.append(
             {
                 "model": plan.model,
                 "cluster": result.cluster.name,
                 "attention": f"{plan.attention} ({axes})",
-                "tokens, M": result.length / 1e6,
+                "tokens, M": result.job.length / 1e6,
                 "device GiB": result.memory.device / 2**30,
                 "of": result.room.device / 2**30,
                 "host TB a node": result.memory.host * result.cluster.ranks_per_node / 1e12,

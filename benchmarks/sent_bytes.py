@@ -24,10 +24,10 @@ from armillary.attention.parts import AttentionOptions, check_call
 from armillary.attention.plans import named_method
 from armillary.core import CommLedger
 from armillary.core.parts import phase
+from armillary.core.testing import fake_world
 from armillary.data.console import Column, print_table
 from armillary.data.console.units import count_argument
-from armillary.plan.memory import SimulatedFlash, fake_world
-from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory import AttentionChoice, SimulatedFlash
 
 METHODS = ("ring", "token_ring", "wallfacer", "all_gather", "usp")
 COLUMNS = (

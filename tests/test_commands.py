@@ -13,11 +13,10 @@ from armillary.data import cli as data
 from armillary.data.console import parse
 from armillary.data.loader.batches import check_minimum
 from armillary.plan import cli as plan
-from armillary.plan.dry_run import RunOptions
-from armillary.plan.memory import Job, StepMemory
-from armillary.plan.memory.estimate import estimate
-from armillary.plan.memory.plan import MemoryOptions
-from armillary.plan.memory.simulation.simulate import Progress
+from armillary.plan.memory import Job, StepMemory, estimate
+from armillary.plan.memory.command import MemoryOptions
+from armillary.plan.memory.simulate import Progress
+from armillary.plan.prediction import RunOptions
 from armillary.plan.presets import amount
 from armillary.plan.search.search import SearchOptions
 from armillary.plan.tune import main as tune
@@ -136,7 +135,7 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize(("command", "cells"), TABLES.items())
 def test_tables_are_complete_on_a_pipe_and_in_80_columns(command, cells, capsys, monkeypatch):
-    monkeypatch.setattr("armillary.plan.memory.plan.simulate", by_formulas)  # a thousand times faster
+    monkeypatch.setattr("armillary.plan.memory.command.simulate", by_formulas)  # a thousand times faster
     Path("a.txt").write_text("x" * 100)
     if "store" in command:
         data.main(["prepare", "a.txt", "-o", "store", "--workers", "1"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from armillary.attention.plans import names
-from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory import AttentionChoice
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from sent_bytes import CallSizes, PhaseBytes, main, sent_bytes

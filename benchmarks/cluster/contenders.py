@@ -12,7 +12,7 @@ from armillary.attention import AttentionMask, AttentionShape, CommPlan, Method
 from armillary.attention.plans import Placement
 from armillary.core import SequenceLayout
 from armillary.plan import Cluster
-from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory import AttentionChoice
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from armillary.attention import AttentionMask, AttentionShape, CommPlan, Local, 
 from armillary.core import Axis, CommLedger, SequenceLayout, build_mesh, relayout
 from armillary.data.console.units import count_argument
 from armillary.plan import Cluster
-from armillary.plan.comm_time.comm_plan_time import plan_seconds
-from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory import AttentionChoice
+from armillary.plan.time.clocks import plan_seconds
 from armillary.states import gated_delta_rule, relayout_comm_plan, state_comm_plan
 
 RANKS, HEADS, DIM, STATE_LAYERS = 4, 8, 64, 3

@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 from contenders import Contender, Shapes
 
 from armillary.plan import Cluster
-from armillary.plan.comm_time.comm_plan_time import plan_seconds
+from armillary.plan.time.clocks import plan_seconds
 
 FORWARD, BACKWARD = 2, 5
 """Matrix products of a block."""

@@ -31,8 +31,7 @@ def chosen_kernel(setting: Setting, dim: int) -> Kernel:
 
 def check_memory(setting: Setting) -> Iterator[Row]:
     """Peak memory of steps of a shortened 8B model, simulated and measured."""
-    from armillary.plan.memory import Job, SimulatedFlash, simulate
-    from armillary.plan.memory.estimate import AttentionChoice, estimate
+    from armillary.plan.memory import AttentionChoice, Job, SimulatedFlash, estimate, simulate
 
     config = cut(setting)
     kernel = chosen_kernel(setting, config.head_dim)
@@ -119,8 +118,7 @@ ROOM = 36 * 2**30
 def length_job(setting: Setting, kernel: Kernel | None = None) -> Any:
     """LLaMA-3-8B on one rank of eight, without offloading."""
     from armillary.models import Checkpointing, LlamaConfig
-    from armillary.plan.memory import Job
-    from armillary.plan.memory.estimate import AttentionChoice
+    from armillary.plan.memory import AttentionChoice, Job
 
     return Job(
         model=setting.size(LlamaConfig.llama3_8b(), TINY),
@@ -134,8 +132,7 @@ def length_job(setting: Setting, kernel: Kernel | None = None) -> Any:
 
 def check_length(setting: Setting) -> Iterator[Row]:
     """A step at 95% of the longest sequence that should fit, beside a tensor that leaves it `ROOM`."""
-    from armillary.plan.memory import SimulatedFlash, simulate
-    from armillary.plan.memory.estimate import estimate
+    from armillary.plan.memory import SimulatedFlash, estimate, simulate
     from armillary.plan.memory.room import Room, longest_fit
 
     kernel, memory = chosen_kernel(setting, DIM), setting.device.memory

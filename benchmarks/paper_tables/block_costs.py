@@ -22,9 +22,8 @@ from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, GPTConfig
 from armillary.models.parallel import ZeroStage, begin_micro_batch
 from armillary.models.parts import simulated_stream
-from armillary.plan.memory import Job, LiveBytes, SimulatedStep
-from armillary.plan.memory.estimate import AttentionChoice
-from armillary.plan.memory.simulation.live_bytes import tensors_in
+from armillary.plan.memory import AttentionChoice, Job, LiveBytes, SimulatedStep
+from armillary.plan.memory.live_bytes import tensors_in
 
 DIM, HEADS, LENGTH = 512, 16, 8192
 BLOCK = 12 * DIM**2

@@ -7,13 +7,12 @@ from functools import cache
 
 from armillary.models import Checkpointing
 from armillary.plan import Cluster
-from armillary.plan.comm_time.step_time import StepTime, step_time
-from armillary.plan.memory import Job
-from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
+from armillary.plan.memory import AttentionChoice, Estimate, Job, estimate
 from armillary.plan.memory.room import Room
 from armillary.plan.presets import model_of
-from armillary.plan.search.candidates import Candidate, Mesh
-from armillary.plan.search.search import passes_of
+from armillary.plan.search.candidates import Mesh
+from armillary.plan.time.passes import passes_of
+from armillary.plan.time.step_time import StepTime, step_time
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,15 @@ def predicted(
     machines, sizes = Cluster.named(cluster), model_of(model, length)
     if crossing is not None:
         machines = replace(machines, between=replace(machines.between, bandwidth=crossing))
-    candidate = Candidate(Mesh(1, machines.ranks // ulysses, ulysses), attention)
     job = Job(
         model=sizes,
-        axes=candidate.mesh.axes,
+        axes=Mesh(1, machines.ranks // ulysses, ulysses).axes,
         attention=attention,
         length=length,
         checkpointing=checkpointing or Checkpointing("attention_output"),
         on_host=on_host,
     )
-    time = step_time(job, passes_of(candidate, sizes, machines, length, 1, kernel), machines)
+    time = step_time(job, passes_of(job, machines, kernel=kernel), machines)
     flops = length * sizes.flops_per_token(length) / machines.ranks
     mfu = flops / time.seconds / machines.accelerator.flops
     return Step(time, estimate(job), mfu, Room.of(machines))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sent_bytes import CallSizes, sent_bytes
 
-from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory import AttentionChoice
 from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table
 
 FIGURE_5 = CallSizes(heads=32, kv_heads=32, ranks=8, causal=True)

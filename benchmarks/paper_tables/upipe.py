@@ -9,7 +9,7 @@ from typing import Any
 import report
 
 from armillary.models import Checkpointing
-from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory import AttentionChoice
 from paper_tables.fpdt import Fpdt
 from paper_tables.steps import predicted
 from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table

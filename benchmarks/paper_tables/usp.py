@@ -15,9 +15,10 @@ from armillary.attention.plans import Step
 from armillary.core import SequenceLayout
 from armillary.models.parallel import ZeroStage
 from armillary.plan import Cluster
-from armillary.plan.comm_time.comm_plan_time import FORWARD_FLOPS, PassTime, plan_seconds
-from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory import AttentionChoice
 from armillary.plan.search.search import SearchOptions, search
+from armillary.plan.time.clocks import PassTime, plan_seconds
+from armillary.plan.time.passes import FORWARD_FLOPS
 from paper_tables import usp_training
 from paper_tables.block_costs import BlockCosts, block_costs, plain_tensor_parallel
 from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table

@@ -9,20 +9,17 @@ from typing import NamedTuple
 
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig
 from armillary.plan import Cluster
-from armillary.plan.comm_time.step_time import (
+from armillary.plan.memory import AttentionChoice, Estimate, Job, estimate
+from armillary.plan.memory.room import Room
+from armillary.plan.memory.sizes import FLOAT32_BYTES, StepSizes
+from armillary.plan.presets import model_of
+from armillary.plan.search.candidates import Mesh
+from armillary.plan.time.passes import passes_of
+from armillary.plan.time.step_time import (
     StepTime,
-    gradient_reduction_seconds,
-    root_transfers,
-    shard_transfer_seconds,
+    parameter_transfers,
     step_time,
 )
-from armillary.plan.memory import Job
-from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
-from armillary.plan.memory.estimate.step import FLOAT32_BYTES, StepSizes
-from armillary.plan.memory.room import Room
-from armillary.plan.presets import model_of
-from armillary.plan.search.candidates import Candidate, Mesh
-from armillary.plan.search.search import passes_of
 from paper_tables.table import Row, Table
 
 
@@ -154,17 +151,16 @@ class Predicted:
     def time(self) -> StepTime:
         """Time of a micro-batch of one sequence per data-parallel rank, with all overlap of our trainer."""
         job = self.job
-        assert isinstance(job.attention, AttentionChoice)
-        candidate = Candidate(self.mesh, job.attention)
-        return step_time(job, passes_of(candidate, job.model, self.cluster, job.length, self.mesh.shard), self.cluster)
+        return step_time(job, passes_of(job, self.cluster), self.cluster)
 
     @cached_property
     def transfers(self) -> float:
         """Seconds of all-gathers and reduce-scatters of a step, if nothing hides them."""
         step = StepSizes.of(self.job)
-        blocks = shard_transfer_seconds(step, self.cluster, step.model.block * step.e)
-        blocks += gradient_reduction_seconds(step, self.cluster, step.model.block)
-        return step.model.layers * blocks + root_transfers(step, self.cluster)
+        block, root = (
+            sum(parameter_transfers(step, self.cluster, n)) for n in (step.model.block, step.model.outside_blocks)
+        )
+        return step.model.layers * block + root
 
     @property
     def micro_batches(self) -> int:

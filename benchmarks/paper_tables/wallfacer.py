@@ -15,8 +15,7 @@ from armillary.attention.plans import Placement, Sizes
 from armillary.core import SequenceLayout
 from armillary.models import Checkpointing
 from armillary.plan import Cluster
-from armillary.plan.memory import Job
-from armillary.plan.memory.estimate import AttentionChoice, estimate
+from armillary.plan.memory import AttentionChoice, Job, estimate
 from armillary.plan.memory.room import Room
 from armillary.plan.presets import model_of
 from paper_tables.steps import Step, predicted

@@ -6,7 +6,7 @@ import pytest
 
 from armillary.attention.plans import Send
 from armillary.plan import Cluster, Link
-from armillary.plan.cluster.machines import EMULATED, MACHINES
+from armillary.plan.cluster import EMULATED, MACHINES
 from armillary.train.device import PEAK_FLOPS
 
 GB = 10**9

@@ -15,9 +15,8 @@ from armillary.core.parts import compat, simulating
 from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig, StateConfig
 from armillary.models.block import Block
-from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, SimulatedStep, simulate
-from armillary.plan.memory.estimate import AttentionChoice, estimate
-from armillary.plan.memory.estimate.widths import Widths
+from armillary.plan.memory import AttentionChoice, Job, LiveBytes, SimulatedFlash, SimulatedStep, estimate, simulate
+from armillary.plan.memory.sizes import Widths
 
 U8, R8 = {"ulysses": 8}, {"ring": 8}
 LLAMA = replace(LlamaConfig.llama3_8b(), layers=2)

@@ -10,9 +10,8 @@ import pytest
 from armillary.data.console import short
 from armillary.models import Checkpointing
 from armillary.plan.cli import main
-from armillary.plan.memory import Job, StepMemory, report
-from armillary.plan.memory.estimate import AttentionChoice, estimate
-from armillary.plan.memory.plan import MemoryOptions, mesh_axes, plan_memory
+from armillary.plan.memory import AttentionChoice, Job, StepMemory, estimate
+from armillary.plan.memory.command import MemoryOptions, as_dict, mesh_axes, plan_memory, show
 from armillary.plan.memory.room import DoesNotFitError, Room, longest_fit, more_devices
 from armillary.plan.presets import MODELS, cluster_of, model_of
 
@@ -97,7 +96,7 @@ def test_figures_of_a_sequence_that_fits_nowhere_do_not_overflow(capsys):
     ],
 )
 def test_commands_without_a_fit_exit_with_1_and_name_enough_accelerators(capsys, monkeypatch, argv):
-    monkeypatch.setattr("armillary.plan.memory.plan.simulate", by_formulas)
+    monkeypatch.setattr("armillary.plan.memory.command.simulate", by_formulas)
     with pytest.raises(SystemExit) as stop:
         main([*argv.split(), "--cluster", "8xh100"])
     output = "".join(capsys.readouterr())
@@ -130,16 +129,16 @@ def test_more_devices_is_the_smallest_power_of_two_that_fits():
 def test_the_result_as_a_table_or_json(capsys):
     options = {"cluster": "8xh100", "ulysses": 4, "ring": 2, "attention": "upipe+ring"}
     planned = plan_memory(MemoryOptions(model="debug", tokens="64k", **options))
-    report.show(planned)
+    show(planned)
     shown = capsys.readouterr().out
     assert "a sequence of 64,000 tokens, 8k on a rank" in shown and "fits" in shown and "attention" in shown
-    output = json.loads(json.dumps(report.as_dict(planned)))
+    output = json.loads(json.dumps(as_dict(planned)))
     assert output["fits"] and output["axes"] == {"shard": 1, "ring": 2, "ulysses": 4}
     assert output["memory"]["device"] == sum(output["memory"]["device_breakdown"].values()) > 0
     assert output["plan"]["checkpointing"] == {**vars(Checkpointing("layer", offload=True, prefetch=False))}
 
 
 def test_the_command_finds_the_longest_sequence(capsys, monkeypatch):
-    monkeypatch.setattr("armillary.plan.memory.plan.simulate", by_formulas)
+    monkeypatch.setattr("armillary.plan.memory.command.simulate", by_formulas)
     main(["memory", "--model", "debug", "--tokens", "64k", "--max-context", "--host-memory", "120GB"])
     assert "the host's memory" in capsys.readouterr().out

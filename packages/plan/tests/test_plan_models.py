@@ -11,14 +11,12 @@ from armillary.models import Checkpointing, GPTConfig, LinearScaling, LlamaConfi
 from armillary.models.hub.configs import FAMILIES
 from armillary.models.parts import describe
 from armillary.plan.cli import main
-from armillary.plan.memory import Job
-from armillary.plan.memory.advice import fewer_tokens, fitting_method, fitting_policy
-from armillary.plan.memory.estimate import AttentionChoice, estimate
-from armillary.plan.memory.plan import MemoryOptions, plan_memory
-from armillary.plan.memory.room import Room
+from armillary.plan.memory import AttentionChoice, Job, estimate
+from armillary.plan.memory.command import MemoryOptions, plan_memory
+from armillary.plan.memory.room import Room, fewer_tokens, fitting_method, fitting_policy
 from armillary.plan.presets import cluster_of, model_of
-from armillary.plan.search.command_line import trainer_config, write_choice
 from armillary.plan.search.search import SearchOptions, search
+from armillary.plan.search.trainer_config import trainer_config, write_choice
 from armillary.train.command import read_command
 
 LLAMA = LlamaConfig(
@@ -76,7 +74,7 @@ def test_search_and_memory_take_a_folder_or_its_config(kind, tmp_path):
     assert read_command(["--config", str(tmp_path / "best.toml")])[0].run == config
     options = MemoryOptions(model=str(folder / "config.json"), cluster=cluster, tokens="4Ki", attention="ring")
     planned = plan_memory(options)
-    assert planned.model == MODELS[kind] and planned.fits
+    assert planned.job.model == MODELS[kind] and planned.fits
 
 
 def test_longer_sequences_extend_rope(tmp_path):

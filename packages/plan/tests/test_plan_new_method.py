@@ -26,10 +26,9 @@ from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, refusal
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.plan.cli import main
-from armillary.plan.memory import Job, simulate
-from armillary.plan.memory.estimate import AttentionChoice, estimate
+from armillary.plan.memory import AttentionChoice, Job, estimate, simulate
 from armillary.plan.search.candidates import candidates
-from armillary.plan.search.report import heading
+from armillary.plan.search.command import heading
 from armillary.plan.search.search import SearchOptions, search
 from armillary.plan.tune import Measurement, read_options, tune
 from armillary.train import Config, DataConfig, ModelConfig, TrainConfig

@@ -14,8 +14,7 @@ from armillary.models.parts import describe
 from armillary.plan import Cluster, Link
 from armillary.plan import tune as tuner
 from armillary.plan.cli import main as plan
-from armillary.plan.memory import Job
-from armillary.plan.memory.estimate import estimate
+from armillary.plan.memory import Job, estimate
 
 # A cluster's file that differs from a preset, and the words in the error.
 CLUSTERS = [

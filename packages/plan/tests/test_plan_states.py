@@ -14,15 +14,15 @@ from armillary.core.testing import mesh
 from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig
 from armillary.plan import Cluster
 from armillary.plan.cli import main
-from armillary.plan.comm_time.step_time import step_bytes
-from armillary.plan.memory import Job, StepMemory
-from armillary.plan.memory import plan as plan_module
-from armillary.plan.memory.estimate import AttentionChoice, estimate
-from armillary.plan.memory.plan import MemoryOptions, plan_memory
-from armillary.plan.memory.simulation.state_memory import gathered_bytes
-from armillary.plan.search.candidates import Candidate, Layout, Mesh
-from armillary.plan.search.command_line import trainer_config
-from armillary.plan.search.search import SearchOptions, passes_of, search
+from armillary.plan.memory import AttentionChoice, Job, StepMemory, estimate
+from armillary.plan.memory import command as command_module
+from armillary.plan.memory.command import MemoryOptions, plan_memory
+from armillary.plan.memory.state_memory import gathered_bytes
+from armillary.plan.search.candidates import Layout, Mesh
+from armillary.plan.search.search import SearchOptions, search
+from armillary.plan.search.trainer_config import trainer_config
+from armillary.plan.time.passes import passes_of
+from armillary.plan.time.step_time import step_bytes
 from armillary.states import gathered_elements
 from armillary.train.config import model_config
 
@@ -69,12 +69,10 @@ def sent_in_step(job: Job, layout_kind: Layout) -> int:
     ],
 )
 def test_predicted_bytes_of_a_step_equal_the_ledger(worlds, name, ring, ulysses, policy, layout, relaid):
-    candidate = Candidate(Mesh(1, ring, ulysses), AttentionChoice(name), layout, relaid)
-    axes = {"ring": ring, "ulysses": ulysses}
     job = Job(
         model=MODEL,
-        axes=axes,
-        attention=candidate.attention,
+        axes={"ring": ring, "ulysses": ulysses},
+        attention=AttentionChoice(name),
         length=LENGTH,
         rows=ROWS,
         checkpointing=Checkpointing(policy),
@@ -82,8 +80,7 @@ def test_predicted_bytes_of_a_step_equal_the_ledger(worlds, name, ring, ulysses,
         contiguous_states=relaid,
     )
     cluster = replace(Cluster.named("emulated-4x4-card-per-rank"), nodes=1)
-    passes = passes_of(candidate, MODEL, cluster, LENGTH, ROWS, precision=torch.float32)
-    assert worlds(4).run(sent_in_step, job, layout) == step_bytes(job, passes)
+    assert worlds(4).run(sent_in_step, job, layout) == step_bytes(job, passes_of(job, cluster, layout))
 
 
 RELAID = "zigzag, relaid for states"
@@ -134,8 +131,8 @@ def test_longest_sequence_of_a_hybrid_is_searched_by_estimates(monkeypatch):
         usage = estimate(job)
         return StepMemory(usage.device, {}, usage.host, {}, None, 0.0, 0)
 
-    monkeypatch.setattr(plan_module, "simulate", simulated)
+    monkeypatch.setattr(command_module, "simulate", simulated)
     plan = MemoryOptions(model="hybrid-8b", tokens="64Ki", max_context=True, attention="ring", on_host=False)
     result = plan_memory(plan)
-    assert lengths == [result.length] and result.fits
+    assert lengths == [result.job.length] and result.fits
     assert result.fit is not None and result.room.share(result.fit.longer) > 1

@@ -15,7 +15,7 @@ from armillary.core.testing import fake_world
 from armillary.models import Checkpointing
 from armillary.models.block import Block
 from armillary.plan import tune
-from armillary.plan.memory.estimate import AttentionChoice
+from armillary.plan.memory import AttentionChoice
 from armillary.plan.search.candidates import Candidate, Mesh, candidates
 from armillary.plan.tune import Measurement, TuneOptions, all_candidates, candidates_to_measure, read_options
 from armillary.train import (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from armillary.data.console import FAILED, exit_on_error
+from armillary.data.console import FAILED, exit_on_error, exit_with
 
 PROGRAM = "armillary-plan"
 USAGE = """usage: armillary-plan [COMMAND] [options]
@@ -24,7 +25,12 @@ commands:
 
 None needs a GPU. armillary-plan COMMAND --help lists the options.
 Exit codes: 0; 1 if the model or the sequence does not fit into memory; 2 for wrong arguments."""
-COMMANDS = ("search", "memory", "run")
+COMMANDS = {
+    "search": "armillary.plan.search.command",
+    "memory": "armillary.plan.memory.command",
+    "run": "armillary.plan.prediction",
+}
+"""The module of each command, whose `main` takes its flags and returns False if nothing fits into memory."""
 REMOVED = {
     "bytes": "python benchmarks/sent_bytes.py, in a checkout of the repository",
     "steps": "python docs/tools/draw_steps.py, in a checkout of the repository",
@@ -40,14 +46,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     # If the first word is a flag, the command is `search`.
     command, words = ("search", words) if not words or words[0].startswith("-") else (words[0], words[1:])
-    fits = True
     with exit_on_error(PROGRAM):
         if command in REMOVED:
             raise ValueError(f"{PROGRAM} {command} is gone: run {REMOVED[command]}")
         if command not in COMMANDS:
             raise ValueError(f"no command {command!r}; known: {', '.join(COMMANDS)}")
-        from armillary.plan.commands import run_command  # takes seconds, which neither help nor a wrong name needs
+        # These imports take seconds, which neither help nor a wrong name needs.
+        module = import_module(COMMANDS[command])
+        from armillary.plan.memory.room import DoesNotFitError
 
-        fits = run_command(PROGRAM, command, words)
-    if not fits:
-        sys.exit(FAILED)
+        try:
+            fits = module.main(words, f"{PROGRAM} {command}")
+        except DoesNotFitError as error:
+            exit_with(PROGRAM, str(error), FAILED)
+        if not fits:
+            sys.exit(FAILED)

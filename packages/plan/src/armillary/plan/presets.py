@@ -1,4 +1,4 @@
-"""Models, clusters and quantities that users name on the planner's command lines."""
+"""Models, clusters and quantities that users name on the planner's command lines, and figures as text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated, Any, TypeGuard
 
 import tyro
 
-from armillary.data.console import byte_quantity, flag_in_errors, quantity
+from armillary.data.console import flag_in_errors, quantity
 from armillary.models import GPTConfig, LlamaConfig, StateConfig, pretrained_config
-from armillary.plan.cluster.cluster import Cluster
+from armillary.plan.cluster import Cluster
 from armillary.train.config import flag
 from armillary.train.parts import MOST_RANKS
 
@@ -19,7 +19,7 @@ Model = LlamaConfig | GPTConfig
 Quantity = Annotated[int | str, tyro.conf.arg(metavar="INT")]
 """A number of tokens, such as 65536 or "128Ki"; `amount` converts it to an int."""
 Bytes = Annotated[str | int, tyro.conf.arg(metavar="BYTES")]
-"""A number of bytes, such as "5GiB"; `byte_amount` converts it to an int. `str` is first, or tyro would read "5Gi"."""
+"""A number of bytes, such as "5GiB"; `amount` converts it to an int. `str` is first, or tyro would read "5Gi"."""
 
 
 def hybrid_8b() -> LlamaConfig:
@@ -96,21 +96,12 @@ def cluster_of(name: str) -> Cluster:
     return cluster
 
 
-def amount(options: Any, name: str) -> int:
-    """Returns the number in the `Quantity` field `name` of a command's options.
+def amount(options: Any, name: str, parse: Callable[[str | int], int] = quantity) -> int:
+    """Returns the number in the field `name` of a command's options: a `Quantity`, or with `byte_quantity` a `Bytes`.
 
     Raises:
         ValueError: the field's text is no quantity. The message names the flag.
     """
-    return _parse_field(options, name, quantity)
-
-
-def byte_amount(options: Any, name: str) -> int:
-    """Returns the number in the `Bytes` field `name`. Errors as in `amount`."""
-    return _parse_field(options, name, byte_quantity)
-
-
-def _parse_field(options: Any, name: str, parse: Callable[[str | int], int]) -> int:
     with flag_in_errors(f"--{flag(name)}"):
         return parse(getattr(options, name))
 
@@ -119,3 +110,11 @@ def model_size(model: Model) -> str:
     """Returns the number of parameters as text, such as "8.03B parameters"."""
     count = model.parameters()
     return f"{count / 1e9:.2f}B parameters" if count >= 1e8 else f"{count / 1e6:.2f}M parameters"
+
+
+def duration(seconds: float) -> str:
+    """Formats seconds with at most three digits, such as 2.1 h, 35 s or 120 ms."""
+    for unit, size in (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"

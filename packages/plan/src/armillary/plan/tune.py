@@ -21,19 +21,18 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from armillary.attention import AttentionMask
-from armillary.attention.plans import names
 from armillary.core import world_size
 from armillary.core.parts import compat
 from armillary.data.console import Bar, Column, exit_on_error, print_lines, print_table, refuse_removed
 from armillary.models import initialize, linear_token_loss
 from armillary.models.parts import one_block
-from armillary.plan.dry_run import job_of, time_of
-from armillary.plan.memory.estimate import estimate
+from armillary.plan.memory import estimate
 from armillary.plan.memory.room import Room
-from armillary.plan.presets import cluster_of, is_hybrid
+from armillary.plan.prediction import job_of, time_of
+from armillary.plan.presets import cluster_of, duration, is_hybrid
 from armillary.plan.search.candidates import Candidate, candidates, layouts_of
-from armillary.plan.search.command_line import write_toml
-from armillary.plan.search.search import duration
+from armillary.plan.search.search import check_methods
+from armillary.plan.search.trainer_config import write_toml
 from armillary.train import Config, LogConfig, ParallelConfig, process_group
 from armillary.train.config import (
     ConfiguredRun,
@@ -159,8 +158,7 @@ def read_options(argv: Sequence[str]) -> TuneOptions:
     options, _ = read_run(argv, TuneOptions, PROGRAM)
     check_limits(options)
     parallel = options.run.parallel
-    if unknown := [name for name in options.attention if name not in names()]:
-        raise ValueError(f"--attention {unknown[0]}: no such method; known: {', '.join(names())}")
+    check_methods(options.attention)
     if options.out.is_dir() or options.out.suffix != ".toml":
         raise ValueError(f"--out {options.out}: must be a file that ends in .toml")
     if options.cluster is not None:

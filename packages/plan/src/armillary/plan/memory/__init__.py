@@ -1,34 +1,28 @@
 """Peak memory of a training step: simulated without a GPU, or estimated by formulas.
 
-simulation/   runs a step on fake tensors and counts live bytes by category
-estimate/     closed formulas, within a few percent of the simulation
-room.py       available memory, and the longest sequence that fits
-advice.py     the nearest changes with which a step fits
-plan.py       the command `armillary-plan memory`
-report.py     the output of this command
+simulate.py       a step on fake tensors
+live_bytes.py     live bytes by category
+state_memory.py   a layer with a state by itself, simulated on few tokens
+sizes.py          sizes of a step's tensors
+peaks.py          closed formulas of the memory of a step
+room.py           checkpoint policies and lengths that fit, and advice if nothing fits
+command.py        the command `armillary-plan memory`
 """
 
-from armillary.core.testing import fake_world
-from armillary.plan.memory.simulation.attention_memory import (
-    MemoryBeforeAttention,
-    attention_intermediates,
-    memory_before_attention,
-)
-from armillary.plan.memory.simulation.live_bytes import Account, LiveBytes, measured_peak
-from armillary.plan.memory.simulation.simulate import Job, SimulatedStep, StepMemory, simulate
-from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
+from armillary.plan.memory.live_bytes import Account, LiveBytes, measured_peak
+from armillary.plan.memory.peaks import Estimate, estimate
+from armillary.plan.memory.simulate import AttentionChoice, Job, SimulatedFlash, SimulatedStep, StepMemory, simulate
 
 __all__ = [
     "Account",
+    "AttentionChoice",
+    "Estimate",
     "Job",
     "LiveBytes",
-    "MemoryBeforeAttention",
     "SimulatedFlash",
     "SimulatedStep",
     "StepMemory",
-    "attention_intermediates",
-    "fake_world",
+    "estimate",
     "measured_peak",
-    "memory_before_attention",
     "simulate",
 ]

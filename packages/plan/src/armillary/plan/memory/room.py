@@ -1,24 +1,24 @@
-"""`Room`: memory that a run may use. Also finds the longest sequence that fits, and how many accelerators suffice."""
+"""What fits into memory: the room of a rank, checkpoint policies, the longest sequence, and advice if nothing fits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from armillary.data.console import byte_quantity, gib
-from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.memory import Job, StepMemory
-from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
+from armillary.models import Checkpointing
+from armillary.models.parts import best_input_count
+from armillary.plan.cluster import Cluster
+from armillary.plan.memory import AttentionChoice, Estimate, Job, StepMemory, estimate
+from armillary.plan.presets import is_hybrid
+from armillary.plan.search.candidates import Mesh, candidates
 
 RESERVE, HOST_RESERVE = "5GiB", "100GB"
 """Default reserves of a device and of a machine: memory that is not available to torch's tensors."""
 
 Usage = StepMemory | Estimate
 """Memory of a step, simulated or estimated."""
-Simulate = Callable[[int], StepMemory]
-"""Simulates a step with a sequence of this length."""
-Predict = Callable[[int], Usage]
-"""A faster and less exact `Simulate`."""
 
 
 class DoesNotFitError(Exception):
@@ -65,25 +65,105 @@ class Room:
         )
 
 
-def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
-    """Returns the number of accelerators on which a step would fit, by formulas, as text.
+# -- checkpoint policies -----------------------------------------------------------------------------------------------
 
-    Doubles the ring until the step fits. A method without a ring gets one, within its head axis if it has that.
+POLICIES = (
+    Checkpointing("none"),
+    Checkpointing("none", tiled=True),
+    Checkpointing("attention_output"),
+    Checkpointing("layer"),
+    Checkpointing("attention_output", offload=True),
+    Checkpointing("layer", offload=True),
+    Checkpointing("attention_output", offload=True, prefetch=False),
+    Checkpointing("layer", offload=True, prefetch=False),
+)
+"""First without offload, then with offload and prefetch, then without prefetch. Each of these groups is ordered from
+the fastest policy, which needs the most memory, to the slowest."""
+
+
+def fit_policy(policy: Checkpointing, job: Job, room: Room) -> Iterator[tuple[Job, Estimate]]:
+    """Yields (job, its memory) under the policy itself, then under variants that store as many checkpoints as fit.
+
+    With `offload`, one variant keeps the checkpoints of as many of the last blocks as fit on the device. If memory
+    still does not suffice, two variants drop checkpoints: the first keeps all inputs and drops attention outputs, the
+    second drops inputs first. A dropped output costs a recomputation of attention, a dropped input only one of the part
+    after attention in the previous block.
     """
-    attention = job.attention
-    assert isinstance(attention, AttentionChoice)
-    if "ring" not in attention.method.axes:
-        attention = replace(attention, name="ring" if attention.name == "local" else f"{attention.name}+ring")
-    # A larger ring reduces memory, down to the part that does not depend on the ring.
-    for factor in (2**n for n in range(1, 33)):
-        axes = {**job.axes, "ring": job.axes.get("ring", 1) * factor}
-        usage = estimate(replace(job, attention=attention, axes=axes))
-        if room.share(usage) <= 1:
-            return (
-                f"by formulas {cluster.ranks * factor:,} accelerators ({cluster.nodes * factor:,} nodes) would suffice "
-                f"with {attention}: {gib(usage.device)} GiB of a device and {gib(usage.host)} GiB of the host for each"
-            )
-    return "by formulas no number of accelerators suffices: the memory that does not depend on their number is too much"
+    layers = job.model.layers
+
+    @cache  # the bisections repeat policies
+    def under(checkpointing: Checkpointing) -> tuple[Job, Estimate]:
+        changed = replace(job, checkpointing=checkpointing)
+        return changed, estimate(changed)
+
+    def fits(checkpointing: Checkpointing, room: Room = room) -> bool:
+        return room.share(under(checkpointing)[1]) <= 1
+
+    # 1. All checkpoints, on the device or on the host.
+    yield under(policy)
+    if policy.policy == "none" or (not policy.offload and fits(policy)):
+        return
+    # 2. With offload: keep the checkpoints of as many of the last blocks as fit on the device. A host of unlimited size
+    # leaves the device's memory as the only limit.
+    if policy.offload:
+        unlimited_host = replace(room, host=1 << 62)
+        on_device = largest(0, layers, lambda n: fits(replace(policy, on_device=n), unlimited_host))
+        if on_device == layers:
+            return  # all blocks keep their checkpoints on the device: the policy without offload is the same
+        policy = replace(policy, on_device=on_device or 0)
+        yield under(policy)
+    # 3. Fewer checkpoints.
+    if not fits(policy):
+        for all_inputs in (True, False):
+            variant = with_counts(policy, layers, all_inputs, fits)
+            if variant is not None:
+                yield under(variant)
+
+
+def with_counts(
+    policy: Checkpointing, layers: int, all_inputs: bool, fits: Callable[[Checkpointing], bool]
+) -> Checkpointing | None:
+    """Returns the policy with the most attention outputs that fit, and then the most inputs that fit beside them.
+
+    None if no number of outputs fits.
+
+    Args:
+        all_inputs: True keeps all inputs. False chooses the number of outputs with the number of inputs whose peak is
+            lowest (`best_input_count`).
+    """
+    on_device, has_outputs = policy.on_device, policy.policy == "attention_output"
+
+    def variant(outputs: int, inputs: int | None = None) -> Checkpointing:
+        if all_inputs:
+            inputs = layers
+        elif inputs is None:
+            # Blocks with checkpoints on the device always keep their inputs.
+            inputs = on_device + best_input_count(layers - on_device, max(0, outputs - on_device))
+        counts = {"outputs": None if outputs == layers else outputs} if has_outputs else {}
+        return replace(policy, inputs=None if inputs == layers else inputs, **counts)
+
+    # First choose the number of outputs, which is 0 under policy "layer", then of inputs, in the remaining memory.
+    first, last = (1, layers) if has_outputs else (0, 0)
+    outputs = largest(first, last, lambda n: fits(variant(n)))
+    if outputs is None:
+        return None
+    inputs = variant(outputs).inputs
+    if inputs is not None:
+        inputs = largest(inputs, layers, lambda n: fits(variant(outputs, n)))
+    return variant(outputs, inputs)
+
+
+def largest(first: int, last: int, fits: Callable[[int], bool]) -> int | None:
+    """Returns the largest number from `first` to `last` that fits, by bisection; None if even `first` does not."""
+    if not fits(first):
+        return None
+    while first < last:
+        middle = (first + last + 1) // 2
+        first, last = (middle, last) if fits(middle) else (first, middle - 1)
+    return first
+
+
+# -- the longest sequence ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -105,12 +185,16 @@ class LongestFit:
         return self.length + 1_000_000
 
 
-def longest_fit(simulate: Simulate, predict: Predict, room: Room, multiple: int, start: int) -> LongestFit:
+def longest_fit(
+    simulate: Callable[[int], StepMemory], predict: Callable[[int], Usage], room: Room, multiple: int, start: int
+) -> LongestFit:
     """Returns the longest sequence that fits, among lengths that are multiples of `multiple` tokens.
 
     Searches by prediction, then simulates the length, and shorter ones until one fits.
 
     Args:
+        simulate: simulates a step with a sequence of this length.
+        predict: as `simulate`, faster and less exact.
         start: length at which the search starts.
 
     Raises:
@@ -129,7 +213,7 @@ def longest_fit(simulate: Simulate, predict: Predict, room: Room, multiple: int,
     return LongestFit(length, memory, predict(length + 1_000_000))
 
 
-def longest_predicted(predict: Predict, room: Room, multiple: int, start: int, attempts: int = 8) -> int:
+def longest_predicted(predict: Callable[[int], Usage], room: Room, multiple: int, start: int, attempts: int = 8) -> int:
     """Returns the longest tried length that fits by prediction, or `multiple` if none does.
 
     The secant method finds lengths that fill the room. Memory is nearly linear in the length, so a few attempts
@@ -138,20 +222,154 @@ def longest_predicted(predict: Predict, room: Room, multiple: int, start: int, a
     first = max(multiple, start // 2 // multiple * multiple)
     usages = {length: predict(length) for length in (first, 2 * first)}  # the first two points of the secant
     for _ in range(attempts):
-        guess = max(multiple, _full_length(usages, room) // multiple * multiple)
+        # The line through the two lengths nearest to full crosses the room of the device, and that of the host.
+        a, b = sorted(usages, key=lambda length: abs(room.share(usages[length]) - 1))[:2]
+        at_a, at_b = usages[a], usages[b]
+        full_lengths = list[float]()
+        for size, bytes_a, bytes_b in ((room.device, at_a.device, at_b.device), (room.host, at_a.host, at_b.host)):
+            slope = (bytes_b - bytes_a) / (b - a)
+            if slope > 0:  # host memory may not depend on the length
+                full_lengths.append(a + (size - bytes_a) / slope)
+        guess = max(multiple, int(min(full_lengths, default=max(a, b))) // multiple * multiple)
         if guess in usages:
             break
         usages[guess] = predict(guess)
     return max((length for length, usage in usages.items() if room.share(usage) <= 1), default=multiple)
 
 
-def _full_length(usages: Mapping[int, Usage], room: Room) -> int:
-    """Returns the length at which device or host is full, on the line through the two lengths nearest to it."""
-    a, b = sorted(usages, key=lambda length: abs(room.share(usages[length]) - 1))[:2]
-    at_a, at_b = usages[a], usages[b]
-    lengths: list[float] = []
-    for size, first, second in ((room.device, at_a.device, at_b.device), (room.host, at_a.host, at_b.host)):
-        slope = (second - first) / (b - a)
-        if slope > 0:  # host memory may not depend on the length
-            lengths.append(a + (size - first) / slope)
-    return int(min(lengths, default=max(a, b)))
+# -- advice ------------------------------------------------------------------------------------------------------------
+
+SIMULATED_SHARE = 4
+"""Steps whose estimated memory is more than this many times the room are not simulated.
+
+A long sequence has many chunks, and a simulation runs the ops of each.
+"""
+FORMULAS = ("forward_memory", "backward_memory")
+"""Functions of a method's plan that an estimate needs."""
+
+
+def check_simulated(job: Job, cluster: Cluster, room: Room, flag: str) -> None:
+    """Refuses a step that by formulas needs far more memory than there is, because its simulation would take too long.
+
+    Args:
+        flag: flag of the sequence length, for the error's message.
+
+    Raises:
+        DoesNotFitError: the step needs more than `SIMULATED_SHARE` times the room. The message has the `advice`.
+    """
+    if room.share(usage := estimate(job)) > SIMULATED_SHARE:
+        raise DoesNotFitError(
+            f"{flag} {job.length:,} does not fit {cluster.name}: {room.comparison(usage)}; {advice(job, cluster, room)}"
+        )
+
+
+def advice(job: Job, cluster: Cluster, room: Room) -> str:
+    """Returns the nearest changes with which a step fits, by formulas, and how many accelerators would suffice.
+
+    A change is another checkpoint policy, another method on as many ranks, or fewer tokens. If neither a policy nor a
+    method alone suffices, both are changed.
+    """
+    policy, method = fitting_policy(job, room), fitting_method(job, room)
+    both = fitting_method(replace(job, checkpointing=POLICIES[-1], on_host=True), room)
+    changes = list[str]()
+    for other in [other for other in (policy, method) if other is not None] or [both]:
+        if other is not None:
+            usage = estimate(other)
+            memory = f"{gib(usage.device)} GiB of a device, {gib(usage.host)} GiB of the host"
+            changes.append(f"{change_text(job, other)} ({memory})")
+    if (length := fewer_tokens(job, cluster, room)) is not None:
+        changes.append(f"{length:,} tokens")
+    accelerators = more_devices(job, cluster, room)
+    return f"by formulas it fits with {', or with '.join(changes)}; {accelerators}" if changes else accelerators
+
+
+def fitting_policy(job: Job, room: Room) -> Job | None:
+    """Returns the job under the fastest policy that fits, with the optimizer where it is or else on the host."""
+    for placed in [job] if job.on_host else [job, replace(job, on_host=True)]:
+        for policy in POLICIES:
+            for changed, usage in fit_policy(policy, placed, room):
+                # A step that fits by formulas alone may not fit when simulated.
+                if changed != job and room.share(usage) <= 1:
+                    return changed
+    return None
+
+
+def fitting_method(job: Job, room: Room) -> Job | None:
+    """Returns the job with another method that fits, on the job's mesh if one does, else on another of as many ranks.
+
+    Of several, the one that leaves the most memory free. None for a hybrid: it is simulated for every mesh.
+    """
+    if is_hybrid(job.model):
+        return None
+    mesh = Mesh(**{"shard": 1, "ring": 1, "ulysses": 1, **job.axes})
+    ranks, rows = mesh.replicas * mesh.ring * mesh.ulysses * mesh.tp, job.rows * mesh.replicas
+    fitting = list[tuple[bool, float, int, Job]]()
+    for i, candidate in enumerate(candidates(job.model.heads, ranks, rows, (), (mesh.tp,), (mesh.replicate,))):
+        if candidate.mesh.shard == mesh.shard and not candidate.attention.method.missing(*FORMULAS):
+            changed = replace(job, axes=candidate.mesh.axes, attention=candidate.attention)
+            share = room.share(estimate(changed))
+            if share <= 1 and candidate.attention != job.attention:
+                fitting.append((candidate.mesh != mesh, share, i, changed))
+    return min(fitting)[-1] if fitting else None
+
+
+def fewer_tokens(job: Job, cluster: Cluster, room: Room) -> int | None:
+    """Returns the longest shorter sequence that fits; None if there is none.
+
+    Lengths are multiples of 1,024 tokens for each rank, or of the number of ranks if the job has fewer tokens.
+    """
+    multiple = 1024 * cluster.ranks if job.length > 1024 * cluster.ranks else cluster.ranks
+
+    def fits(count: int) -> bool:
+        return room.share(estimate(replace(job, length=count * multiple))) <= 1
+
+    shorter = (job.length - 1) // multiple
+    count = largest(1, shorter, fits) if shorter else None
+    return None if count is None else count * multiple
+
+
+def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
+    """Returns the number of accelerators on which a step would fit, by formulas, as text.
+
+    Doubles the ring until the step fits. A method without a ring gets one, within its head axis if it has that.
+    """
+    attention = AttentionChoice.of(job.method)
+    if "ring" not in job.method.axes:
+        attention = replace(attention, name="ring" if attention.name == "local" else f"{attention.name}+ring")
+    # A larger ring reduces memory, down to the part that does not depend on the ring.
+    for factor in (2**n for n in range(1, 33)):
+        axes = {**job.axes, "ring": job.axes.get("ring", 1) * factor}
+        usage = estimate(replace(job, attention=attention, axes=axes))
+        if room.share(usage) <= 1:
+            return (
+                f"by formulas {cluster.ranks * factor:,} accelerators ({cluster.nodes * factor:,} nodes) would suffice "
+                f"with {attention}: {gib(usage.device)} GiB of a device and {gib(usage.host)} GiB of the host for each"
+            )
+    return "by formulas no number of accelerators suffices: the memory that does not depend on their number is too much"
+
+
+def change_text(job: Job, other: Job) -> str:
+    """Describes the changes from a job to another: method and mesh, checkpoints, and the optimizer's place."""
+    changes = list[str]()
+    if other.attention != job.attention or other.axes != job.axes:
+        changes.append(f"{other.attention} on {Mesh(**other.axes)}")
+    if other.checkpointing != job.checkpointing:
+        is_stored = other.checkpointing.policy != "none"
+        changes.append(f"checkpoints: {policy_text(other.checkpointing)}" if is_stored else "no checkpoints")
+        changes += ["a chunked MLP"] if other.checkpointing.tiled else []
+    if other.on_host != job.on_host:
+        changes.append("the optimizer on the host")
+    return " and ".join(changes)
+
+
+def policy_text(policy: Checkpointing) -> str:
+    """Describes a policy: "attention output of 25 blocks and 5 inputs on the host, but for the last block"."""
+
+    def blocks(count: int) -> str:
+        return f"{count} block{'' if count == 1 else 's'}"
+
+    outputs = "" if policy.outputs is None else f" of {blocks(policy.outputs)}"
+    inputs = "" if policy.inputs is None else f" and {policy.inputs} inputs"
+    last_blocks = "block" if policy.on_device == 1 else blocks(policy.on_device)
+    on_device = f", but for the last {last_blocks}" if policy.on_device else ""
+    return f"{policy.policy.replace('_', ' ')}{outputs}{inputs}{' on the host' if policy.offload else ''}{on_device}"

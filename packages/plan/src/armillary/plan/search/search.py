@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import product
 from math import gcd, inf
 from pathlib import Path
 
-import torch
-
-from armillary.attention import AttentionShape, CommPlan
-from armillary.attention.parts import check_kernel_name, default_margin
+from armillary.attention.parts import check_kernel_name
 from armillary.attention.plans import names
-from armillary.core import SequenceLayout
+from armillary.data.console import byte_quantity
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.parallel import ZeroStage
-from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.comm_time.state_time import with_states
-from armillary.plan.comm_time.step_time import Passes, StepTime, step_bytes, step_time
-from armillary.plan.memory import Job
-from armillary.plan.memory.estimate import Estimate, estimate
-from armillary.plan.memory.room import HOST_RESERVE, RESERVE, Room
-from armillary.plan.presets import Bytes, Model, Quantity, amount, byte_amount, cluster_of, is_hybrid, model_of
-from armillary.plan.search.candidates import LAYOUTS, POLICIES, Candidate, candidates, divisors, fit_policy, layouts_of
-from armillary.plan.search.documents import Rows, mask_of, rows_of_store, sample_rows
+from armillary.plan.cluster import Cluster
+from armillary.plan.memory import Estimate, Job
+from armillary.plan.memory.room import HOST_RESERVE, POLICIES, RESERVE, Room, fit_policy
+from armillary.plan.presets import (
+    Bytes,
+    Model,
+    Quantity,
+    amount,
+    cluster_of,
+    duration,
+    is_hybrid,
+    model_of,
+)
+from armillary.plan.search.candidates import (
+    LAYOUTS,
+    Candidate,
+    Rows,
+    candidates,
+    divisors,
+    layouts_of,
+    mask_of,
+    rows_of_store,
+    sample_rows,
+)
+from armillary.plan.time.passes import Passes, passes_of
+from armillary.plan.time.step_time import StepTime, step_bytes, step_time
 from armillary.train.config import Count, Several, check_limits
 
 NEEDED = ("comm_plan", "forward_memory", "backward_memory")
@@ -161,62 +174,67 @@ def search(options: SearchOptions, progress: Callable[[int, int], None] = lambda
     # 1. Resolve names.
     check_limits(options)
     check_kernel_name("--kernel", options.kernel)
-    if unknown := [name for name in options.attention if name not in names()]:
-        raise ValueError(f"--attention {unknown[0]}: no such method; known: {', '.join(names())}")
-    cluster, length = cluster_of(options.cluster), amount(options, "tokens")
+    check_methods(options.attention)
+    cluster, length, rows = cluster_of(options.cluster), amount(options, "tokens"), options.rows
     model = model_of(options.model, length)
-    room = Room.of(cluster, byte_amount(options, "reserve"), byte_amount(options, "host_reserve"))
-    # 2. List the candidates: meshes with the methods that use them, and layouts.
-    degrees = tensor_parallel_degrees(model, cluster.ranks_per_node)
-    replicate = [n for n in divisors(cluster.nodes) if options.rows % n == 0]  # a replica has one or more whole nodes
-    documents = documents_of(options, length)
-    layouts = layouts_of(is_hybrid(model), documents is not None) or LAYOUTS[:1]
-    all_candidates = list(
-        candidates(
-            model.heads, cluster.ranks, options.rows, options.attention, degrees, replicate, layouts, is_hybrid(model)
-        )
-    )
-    if not options.attention:
-        all_candidates = [candidate for candidate in all_candidates if not candidate.attention.method.missing(*NEEDED)]
-    if not all_candidates:
-        raise ValueError(
-            f"no mesh of {cluster.ranks} ranks for --rows {options.rows}, --attention "
-            f"{' '.join(options.attention) or 'not set'}"
-        )
-    # 3. Evaluate each candidate under all policies, with one result of `passes_of`, which has the passes of each.
-    choices = list[list[Choice]]()
-    for i, candidate in enumerate(all_candidates):
-        progress(i, len(all_candidates))
-        passes = passes_of(candidate, model, cluster, length, options.rows, options.kernel, documents=documents)
-        choices.append(choices_of(candidate, model, cluster, length, options.rows, room, passes, documents))
-
-    # 4. Rank the candidates by their best choice, and evaluate the first candidate under all policies, slow ones too.
-    def order(choice: Choice) -> tuple[bool, float]:
-        return not choice.fits, choice.time.seconds if choice.fits else room.share(choice.memory)
-
-    choices.sort(key=lambda per_policy: order(best_of(per_policy, room)))
-    best = [best_of(per_policy, room) for per_policy in choices]
-    first = best[0].candidate
-    passes = passes_of(first, model, cluster, length, options.rows, options.kernel, documents=documents)
-    policies = choices_of(first, model, cluster, length, options.rows, room, passes, documents, all_policies=True)
-    return SearchResult(options, model, cluster, room, length, documents, best, sorted(policies, key=order))
-
-
-def documents_of(options: SearchOptions, length: int) -> Rows | None:
-    """Boundaries of packed documents in each row of a step, or None.
-
-    Raises:
-        ValueError: both a store and a mean length, or an invalid one.
-    """
+    room = Room.of(cluster, amount(options, "reserve", byte_quantity), amount(options, "host_reserve", byte_quantity))
+    documents = None
     if options.documents is not None and options.document_tokens is not None:
         raise ValueError(
             f"--documents {options.documents} and --document-tokens {options.document_tokens}: give one of them"
         )
     if options.documents is not None:
-        return rows_of_store(options.documents, length, options.rows)
-    if options.document_tokens is not None:
-        return sample_rows(amount(options, "document_tokens"), length, options.rows)
-    return None
+        documents = rows_of_store(options.documents, length, rows)
+    elif options.document_tokens is not None:
+        documents = sample_rows(amount(options, "document_tokens"), length, rows)
+    # 2. List the candidates: meshes with the methods that use them, and layouts.
+    degrees = tensor_parallel_degrees(model, cluster.ranks_per_node)
+    replicate = [n for n in divisors(cluster.nodes) if rows % n == 0]  # a replica has one or more whole nodes
+    layouts = layouts_of(is_hybrid(model), documents is not None) or LAYOUTS[:1]
+    meshes = candidates(
+        model.heads, cluster.ranks, rows, options.attention, degrees, replicate, layouts, is_hybrid(model)
+    )
+    # A method that is named raises if its plan lacks functions.
+    all_candidates = [
+        candidate for candidate in meshes if options.attention or not candidate.attention.method.missing(*NEEDED)
+    ]
+    if not all_candidates:
+        named = " ".join(options.attention) or "not set"
+        raise ValueError(f"no mesh of {cluster.ranks} ranks for --rows {rows}, --attention {named}")
+    # 3. Evaluate each candidate under all policies.
+    flops = rows * length * model.flops_per_token(length, mask_of(documents, rows))
+
+    def evaluate(candidate: Candidate, all_policies: bool = False) -> list[Choice]:
+        job = Job(
+            model=model,
+            axes=candidate.mesh.axes,
+            attention=candidate.attention,
+            length=length,
+            rows=rows // candidate.mesh.replicas,
+            contiguous_states=candidate.contiguous_states,
+        )
+        mask = mask_of(documents, job.rows)
+        passes = passes_of(job, cluster, candidate.layout, options.kernel, mask=mask)
+        return choices_of(candidate, job, passes, cluster, room, flops, all_policies)
+
+    choices = list[list[Choice]]()
+    for i, candidate in enumerate(all_candidates):
+        progress(i, len(all_candidates))
+        choices.append(evaluate(candidate))
+
+    # 4. Rank the candidates by their best choice, and evaluate the first candidate under all policies, slow ones too.
+    def order(choice: Choice) -> tuple[bool, float]:
+        return not choice.fits, choice.time.seconds if choice.fits else room.share(choice.memory)
+
+    best = sorted((best_of(per_policy, room) for per_policy in choices), key=order)
+    policies = sorted(evaluate(best[0].candidate, all_policies=True), key=order)
+    return SearchResult(options, model, cluster, room, length, documents, best, policies)
+
+
+def check_methods(names_of_methods: Sequence[str]) -> None:
+    """Raises ValueError for a name of `--attention` that is no method."""
+    if unknown := [name for name in names_of_methods if name not in names()]:
+        raise ValueError(f"--attention {unknown[0]}: no such method; known: {', '.join(names())}")
 
 
 def tensor_parallel_degrees(model: Model, ranks_per_node: int) -> list[int]:
@@ -230,115 +248,48 @@ def tensor_parallel_degrees(model: Model, ranks_per_node: int) -> list[int]:
     return divisors(gcd(model.heads, model.kv_heads, width, state_heads, ranks_per_node))
 
 
-def passes_of(
-    candidate: Candidate,
-    model: Model,
-    cluster: Cluster,
-    length: int,
-    rows: int,
-    kernel: str | None = None,
-    margin: int | None = None,
-    documents: Rows | None = None,
-    precision: torch.dtype = torch.bfloat16,
-) -> Passes:
-    """Returns the time of a block's attention in forward and backward, and for a hybrid that of its other mixers.
-
-    The mask is causal, and within documents if there are any.
-
-    Args:
-        rows: sequences of a step, over all ranks.
-        kernel: name of the kernel; by default the fastest that torch ships.
-        margin: multiprocessors that a persistent kernel leaves to NCCL; None: `default_margin`.
-        documents: boundaries of documents in each row of a step.
-    """
-    mesh, method, tp = candidate.mesh, candidate.attention.method, candidate.mesh.tp
-    mask = mask_of(documents, rows // mesh.replicas)
-    shape = AttentionShape.of(
-        method.layout(length, mesh.ring, candidate.layout, mask),
-        mask,
-        heads=model.heads // tp,
-        kv_heads=model.kv_heads // tp,
-        head_dim=model.head_dim,
-        dtype=precision,
-        batch=rows // mesh.replicas,
-    )
-    # Each group of ring x ulysses ranks runs this plan. Groups along replicate, shard and tp run it at the same time
-    # and share the links between nodes. `replicas` is replicate x shard.
-    comm_plan = method.comm_plan(shape, mesh.ring, mesh.ulysses)
-    margin = default_margin(mesh.ring) if margin is None else margin
-    copies = mesh.replicas * tp
-
-    def time(plan: CommPlan) -> Passes:
-        return Passes.of(plan, cluster, model.head_dim, copies, length, kernel, margin, stride=tp)
-
-    passes, checkpointed_plan = time(comm_plan), method.checkpointed_comm_plan(shape, mesh.ring, mesh.ulysses)
-    if checkpointed_plan is not None:
-        passes = replace(passes, checkpointed=time(checkpointed_plan))
-    if not is_hybrid(model):
-        return passes
-    # Outside of attention, ranks on the head axis divide a shard among them.
-    layout = shape.layout if mesh.ulysses == 1 else shape.layout.refine(mesh.ulysses)
-    states = SequenceLayout.contiguous(length, layout.shards) if candidate.contiguous_states else layout
-    return with_states(passes, model, layout, states, cluster, rows // mesh.replicas, tp, precision, mask)
-
-
 def choices_of(
     candidate: Candidate,
-    model: Model,
-    cluster: Cluster,
-    length: int,
-    rows: int,
-    room: Room,
+    job: Job,
     passes: Passes,
-    documents: Rows | None = None,
+    cluster: Cluster,
+    room: Room,
+    flops: float,
     all_policies: bool = False,
 ) -> list[Choice]:
     """Evaluates a candidate under all checkpoint policies and ZeRO stages, with the optimizer on device or host.
 
     Args:
-        rows: sequences of a step, over all ranks.
+        job: the candidate's step, with any policy.
         passes: time of the candidate's attention, from `passes_of`.
+        flops: the model's FLOPs of a step, over all ranks.
         all_policies: False skips policies that are slower than a choice that fits.
     """
     mesh, choices, fastest = candidate.mesh, list[Choice](), inf  # fastest: seconds of the fastest choice that fits
-    flops = rows * length * model.flops_per_token(length, mask_of(documents, rows))
     # Without ranks that shard parameters, all ZeRO stages are equal.
     stages: tuple[ZeroStage, ...] = (2, 3) if mesh.shard * mesh.ring * mesh.ulysses > 1 else (3,)
     minimum_seconds = dict[tuple[Checkpointing, bool, int], float]()
     for policy, on_host, zero_stage in product(POLICIES, (False, True), stages):
-        job = Job(
-            model=model,
-            axes=mesh.axes,
-            attention=candidate.attention,
-            length=length,
-            rows=rows // mesh.replicas,
-            zero_stage=zero_stage,
-            on_host=on_host,
-            contiguous_states=candidate.contiguous_states,
-        )
+        placed = replace(job, zero_stage=zero_stage, on_host=on_host)
         if fastest < inf and not all_policies:
             # Skip a policy whose fastest variant is slower than a choice that fits. The fastest variant has all
             # checkpoints on the device: variants with fewer checkpoints recompute more, and offloading adds copies.
             on_device = Checkpointing(policy.policy, tiled=policy.tiled)
             key = on_device, on_host, zero_stage
             if key not in minimum_seconds:
-                minimum_seconds[key] = step_time(replace(job, checkpointing=on_device), passes, cluster).seconds
+                minimum_seconds[key] = step_time(replace(placed, checkpointing=on_device), passes, cluster).seconds
             if minimum_seconds[key] > (1 + TIE) * fastest:
                 continue
 
-        # Cached, because the bisections of `fit_policy` repeat policies.
-        @cache
-        def memory(checkpointing: Checkpointing, job: Job = job) -> Estimate:
-            return estimate(replace(job, checkpointing=checkpointing))
-
-        for checkpointing in fit_policy(policy, model.layers, memory, room):
-            job, usage = replace(job, checkpointing=checkpointing), memory(checkpointing)
-            time = step_time(job, passes, cluster)
+        for stored, usage in fit_policy(policy, placed, room):
+            time = step_time(stored, passes, cluster)
             mfu = flops / (time.seconds * cluster.ranks * cluster.accelerator.flops)
-            choice = Choice(candidate, job, time, usage, room.share(usage) <= 1, mfu, max(step_bytes(job, passes)))
+            choice = Choice(
+                candidate, stored, time, usage, room.share(usage) <= 1, mfu, max(step_bytes(stored, passes))
+            )
             choices.append(choice)
             fastest = min(fastest, time.seconds if choice.fits else inf)
-            if checkpointing == policy and choice.fits and time.offload <= TIE * time.seconds:
+            if stored.checkpointing == policy and choice.fits and time.offload <= TIE * time.seconds:
                 break  # all checkpoints fit, and copies cost no time: variants with fewer checkpoints are slower
     return choices
 
@@ -355,11 +306,3 @@ def best_of(choices: list[Choice], room: Room) -> Choice:
     fastest = min(choice.time.seconds for choice in fitting)
     ties = [choice for choice in fitting if choice.time.seconds <= (1 + TIE) * fastest]
     return min(ties, key=lambda choice: room.share(choice.memory))
-
-
-def duration(seconds: float) -> str:
-    """Formats seconds with at most three digits, such as 2.1 h, 35 s or 120 ms."""
-    for unit, size in (("h", 3600), ("min", 60), ("s", 1), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"

@@ -2,37 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import gcd
+from typing import Any
 
 from armillary.attention.plans import named_method
+from armillary.data.console import Bar, Column, byte_quantity, gib, parse, print_lines, print_table, short
 from armillary.models import Checkpointing, GPTConfig
-from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.memory import Job, StepMemory, simulate
-from armillary.plan.memory.advice import advice, check_simulated
-from armillary.plan.memory.estimate import AttentionChoice, Estimate, estimate
+from armillary.plan.cluster import Cluster
+from armillary.plan.memory import AttentionChoice, Estimate, Job, StepMemory, estimate, simulate
 from armillary.plan.memory.room import (
     HOST_RESERVE,
     RESERVE,
     DoesNotFitError,
     LongestFit,
     Room,
+    advice,
+    check_simulated,
     longest_fit,
+    policy_text,
 )
 from armillary.plan.presets import (
     Bytes,
     Model,
     Quantity,
     amount,
-    byte_amount,
     cluster_of,
     is_hybrid,
     model_of,
+    model_size,
     pretrained_folder,
 )
+from armillary.plan.search.candidates import Mesh
 from armillary.train.config import Count, CountOrNone, check_limits
+
+COLUMNS = (Column("one rank", text=True), Column("device (GiB)"), Column("host (GiB)"))
 
 
 @dataclass(frozen=True)
@@ -85,22 +92,44 @@ class MemoryOptions:
     json: bool = False
     """Print JSON."""
 
+    def job(self, axes: Mapping[str, int], length: int) -> Job:
+        """Returns the training step to simulate, for a sequence of `length` tokens."""
+        return Job(
+            model=model_of(self.model, length),  # depends on the length, because a GPT has learned positions
+            axes=axes,
+            attention=AttentionChoice(self.attention, self.heads_per_stage),
+            length=length,
+            rows=self.rows,
+            checkpointing=self.checkpointing,
+            on_host=self.on_host,
+        )
+
+
+def main(argv: Sequence[str], program: str) -> bool:
+    """Runs the command. Returns True if the sequence fits."""
+    options = parse(argv, MemoryOptions, program)
+    with Bar("simulating", quiet=options.json) as bar:
+        result = plan_memory(options, bar.show)
+    if options.json:
+        print(json.dumps(as_dict(result), indent=2))
+    else:
+        show(result)
+    return result.fits
+
 
 @dataclass(frozen=True)
 class MemoryResult:
     """Memory of a step: simulated and estimated.
 
     Args:
-        options: the command's options. `model`, `cluster`, `axes`, `room` and `length` are what they resolve to.
+        options: the command's options. `job`, `cluster` and `room` are what they resolve to.
         fit: the longest sequence that fits, if the options ask for it (`max_context`).
     """
 
     options: MemoryOptions
-    model: Model
+    job: Job
     cluster: Cluster
-    axes: dict[str, int]
     room: Room
-    length: int
     memory: StepMemory
     estimate: Estimate
     fit: LongestFit | None = None
@@ -109,11 +138,6 @@ class MemoryResult:
     def fits(self) -> bool:
         """True if the simulated step fits into memory."""
         return self.room.share(self.memory) <= 1
-
-    @property
-    def job(self) -> Job:
-        """The training step that was simulated."""
-        return job_of(self.options, self.axes, self.length)
 
 
 def plan_memory(
@@ -131,22 +155,22 @@ def plan_memory(
     check_limits(options)
     cluster = cluster_of(options.cluster)
     if options.host_memory is not None:
-        cluster = replace(cluster, host_memory=byte_amount(options, "host_memory"))
-    room = Room.of(cluster, byte_amount(options, "reserve"), byte_amount(options, "host_reserve"))
+        cluster = replace(cluster, host_memory=amount(options, "host_memory", byte_quantity))
+    room = Room.of(cluster, amount(options, "reserve", byte_quantity), amount(options, "host_reserve", byte_quantity))
     length = amount(options, "tokens")
     model = model_of(options.model, length)
     if options.max_context and isinstance(model, GPTConfig) and pretrained_folder(options.model) is not None:
         raise ValueError(
             f"--max-context: {options.model} has {model.max_positions:,} learned positions; give --tokens instead"
         )
-    axes = mesh_axes(options, model, cluster)
+    job_at = partial(options.job, mesh_axes(options, model, cluster))
 
     def simulate_length(length: int) -> StepMemory:
-        return simulate(job_of(options, axes, length), partial(progress, f"{length:,} tokens"))
+        return simulate(job_at(length), partial(progress, f"{length:,} tokens"))
 
     # `longest_fit` searches with this faster prediction, and simulates only the lengths that it finds.
     def predict_length(length: int) -> StepMemory | Estimate:
-        job, policy = job_of(options, axes, length), options.checkpointing
+        job, policy = job_at(length), options.checkpointing
         if is_hybrid(job.model) or (policy.inputs, policy.outputs, policy.on_device) != (None, None, 0):
             return estimate(job)
         # If every block has the same checkpoints, memory is linear in the number of blocks: simulate two and three.
@@ -158,40 +182,17 @@ def plan_memory(
         device, host = (a + further_blocks * (b - a) for a, b in ((two.device, three.device), (two.host, three.host)))
         return replace(three, device=device, host=host)
 
-    check_simulated(job_of(options, axes, length), cluster, room, "--tokens")
+    check_simulated(job_at(length), cluster, room, "--tokens")
+    if not options.max_context:
+        job = job_at(length)
+        return MemoryResult(options, job, cluster, room, simulate_length(length), estimate(job))
     multiple = 1024 * cluster.ranks  # the search tries multiples of this length: every rank has equally many tokens
     try:
-        fit = (
-            longest_fit(simulate_length, predict_length, room, multiple, start=length) if options.max_context else None
-        )
+        fit = longest_fit(simulate_length, predict_length, room, multiple, start=length)
     except DoesNotFitError as error:
-        raise DoesNotFitError(f"{error}; {advice(job_of(options, axes, multiple), cluster, room)}") from error
-    # The model depends on the length, because a GPT has learned positions.
-    length = length if fit is None else fit.length
-    return MemoryResult(
-        options=options,
-        model=model_of(options.model, length),
-        cluster=cluster,
-        axes=axes,
-        room=room,
-        length=length,
-        memory=simulate_length(length) if fit is None else fit.memory,
-        estimate=estimate(job_of(options, axes, length)),
-        fit=fit,
-    )
-
-
-def job_of(options: MemoryOptions, axes: dict[str, int], length: int) -> Job:
-    """Returns the training step to simulate, for a sequence of `length` tokens."""
-    return Job(
-        model=model_of(options.model, length),
-        axes=axes,
-        attention=AttentionChoice(options.attention, options.heads_per_stage),
-        length=length,
-        rows=options.rows,
-        checkpointing=options.checkpointing,
-        on_host=options.on_host,
-    )
+        raise DoesNotFitError(f"{error}; {advice(job_at(multiple), cluster, room)}") from error
+    job = job_at(fit.length)
+    return MemoryResult(options, job, cluster, room, fit.memory, estimate(job), fit)
 
 
 def mesh_axes(options: MemoryOptions, model: Model, cluster: Cluster) -> dict[str, int]:
@@ -216,3 +217,77 @@ def mesh_axes(options: MemoryOptions, model: Model, cluster: Cluster) -> dict[st
             f"{cluster.name} has {cluster.ranks}"
         )
     return {"shard": options.shard, "ring": ring, "ulysses": ulysses}
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def as_dict(result: MemoryResult) -> dict[str, Any]:
+    """Returns all figures as JSON values. Sizes are in bytes, except for "plan", the options as they were given."""
+    fields: dict[str, Any] = {
+        "plan": asdict(result.options),
+        "model": asdict(result.job.model),
+        "parameters": result.job.model.parameters(),
+        "cluster": asdict(result.cluster),
+        "axes": result.job.axes,
+        "room": asdict(result.room),
+        "tokens": result.job.length,
+        "memory": asdict(result.memory),
+        "estimate": asdict(result.estimate),
+        "fits": result.fits,
+    }
+    if not result.fits:
+        fields["advice"] = advice(result.job, result.cluster, result.room)
+    # With --max-context: the memory that limits the length, and what a million tokens more would need.
+    if result.fit is not None:
+        fields["limit"] = result.room.limit(result.fit.longer)
+        fields["longer"] = {"tokens": result.fit.longer_length, "memory": asdict(result.fit.longer)}
+    return fields
+
+
+def show(result: MemoryResult) -> None:
+    """Prints the peak memory by category, whether the sequence fits, the estimate, and the simulation's time.
+
+    With --max-context, instead of whether it fits: which memory limits the length, and how much a million tokens more
+    would need.
+    """
+    options, job, room, memory = result.options, result.job, result.room, result.memory
+    print_lines(f"{options.model}, {model_size(job.model)}, on {result.cluster.name}")
+    checkpoints, optimizer = policy_text(options.checkpointing), "host" if options.on_host else "device"
+    print(f"{options.attention} ({Mesh(**job.axes)}), checkpoints: {checkpoints}, optimizer: on the {optimizer}")
+    tokens_per_rank = short(job.length // (job.axes["ring"] * job.axes["ulysses"]))
+    print(f"a sequence of {job.length:,} tokens, {tokens_per_rank} on a rank\n")
+    print_table(COLUMNS, memory_rows(memory, room))
+    print()
+    if result.fit is not None:
+        longer = result.fit.longer
+        spare = {
+            place: f"{gib(need)} GiB ({gib(abs(need - size))} {'missing' if need > size else 'to spare'})"
+            for place, need, size in (("device", longer.device, room.device), ("host", longer.host, room.host))
+        }
+        print(f"the longest that fits; the limit is the {room.limit(longer)}'s memory")
+        longer_tokens = short(result.fit.longer_length)
+        print(f"{longer_tokens} would need {spare['device']} on the device and {spare['host']} on the host")
+    else:
+        print(f"{'fits' if result.fits else 'does not fit'}: {fullness(room, memory)}")
+        if not result.fits:
+            print(advice(job, result.cluster, room))
+    device, host = gib(result.estimate.device), gib(result.estimate.host)
+    print(f"by closed formulas: {device} GiB on the device, {host} GiB on the host")
+    print(f"(simulated in {memory.seconds:.0f} s, {memory.ops:,} operations; the peak is during {memory.label})")
+
+
+def memory_rows(memory: StepMemory, room: Room) -> Iterator[list[str]]:
+    """Yields the table's rows: GiB by category at the peak of device and of host, then the two peaks and the room."""
+    device, host = memory.device_breakdown, memory.host_breakdown
+    # Sort by bytes on the device. Bytes on the host have a small weight, which orders categories that are only there.
+    for name in sorted({**device, **host}, key=lambda name: -device.get(name, 0) - host.get(name, 0) / 1e6):
+        yield [name, *(gib(sizes[name]) if sizes.get(name) else "" for sizes in (device, host))]
+    yield []
+    yield ["peak", gib(memory.device), gib(memory.host)]
+    yield ["room", gib(room.device), gib(room.host)]
+
+
+def fullness(room: Room, memory: StepMemory) -> str:
+    """Describes the fuller memory, such as "the host's memory is 88% full"."""
+    return f"the {room.limit(memory)}'s memory is {room.share(memory):.0%} full"

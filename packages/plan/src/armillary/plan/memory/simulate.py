@@ -1,12 +1,16 @@
-"""Simulates the memory of one training step: the real model, FSDP2 and optimizer on fake tensors, without a GPU."""
+"""A training step (`Job`), and its memory by simulation: real model, FSDP2 and optimizer on fake tensors.
+
+`simulate` builds a `SimulatedStep` in a process group that sends nothing, and runs it under `LiveBytes`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,20 +19,129 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import Kernel
+from armillary.attention.parts import BackwardTensors, Flash, FlashCall, Inputs, Kernel
+from armillary.attention.plans import MethodOptions, NamedMethod, Placement, named_method
 from armillary.core import SequenceLayout, clip_gradients, label
 from armillary.core.parts import simulating
 from armillary.core.testing import fake_world
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss, parallelize
 from armillary.models.parallel import ZeroStage, begin_micro_batch
 from armillary.models.parts import meta_model, simulated_stream
-from armillary.plan.memory.simulation.live_bytes import CUDA_BLOCK, LiveBytes
-from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
+from armillary.plan.memory.live_bytes import CUDA_BLOCK, LiveBytes
 from armillary.train import OptimizerConfig
 from armillary.train.parts import build_optimizer
 
 Progress = Callable[[int, int], None]
 """Called with (number of items done, number of all items)."""
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """A method by name and options. Calling it with a mesh builds the method, as `build_attention(name, mesh)` does.
+
+    Args:
+        name: name in the registry, such as "ring", "usp" or "upipe+wallfacer".
+        heads_per_stage, team, placement, nodes: options of the trainer's `ParallelConfig`.
+    """
+
+    name: str
+    heads_per_stage: int | None = None
+    team: int | None = None
+    placement: Placement = "collect_intra"
+    nodes: int | None = None
+
+    @classmethod
+    def of(cls, method: NamedMethod) -> AttentionChoice:
+        """Returns the choice that builds this method."""
+        options = method.options
+        return cls(method.name, options.heads_per_stage, options.team, options.placement, options.nodes)
+
+    @cached_property  # a search asks each choice for its method thousands of times
+    def method(self) -> NamedMethod:
+        """The method in the registry, with these options.
+
+        Raises:
+            ValueError: an unknown name, or an option that the method does not have.
+        """
+        return named_method(self.name, MethodOptions(self.heads_per_stage, self.team, self.placement, nodes=self.nodes))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return asdict(self)  # without the cached method, whose registry entry has functions that cannot be pickled
+
+    def __str__(self) -> str:
+        return str(self.method)
+
+    def __call__(self, mesh: DeviceMesh) -> Method:
+        return self.method.build(mesh)
+
+    def mesh_axes(self, axes: Mapping[str, int]) -> dict[str, int]:
+        """Returns the axis sizes of the mesh on which the method is built. Methods over nodes split `ring` in two."""
+        return self.method.mesh_axes(axes)
+
+
+ROWS = 128
+"""Work buffers are padded to a multiple of this many tokens."""
+
+
+@dataclass(frozen=True)
+class SimulatedFlash(Flash):
+    """Allocates the tensors that a CUDA kernel allocates, without values. Splits and packs calls as CUDA kernels do.
+
+    Backward allocates its results, and in float32 an accumulator for dq and one number per query and head (version 3:
+    two). If query heads share key heads, version 2 also allocates dk and dv of every query head and then sums them;
+    version 3 accumulates them in float32.
+
+    Version 2 also stands for cuDNN. cuDNN's backward allocates the same two float32 buffers, without padding
+    (`dQ_accum` and `softmax_sum` of cudnn-frontend 1.23, scaled_dot_product_flash_attention.h). The workspace of its
+    closed source, for example for dk and dv of each query head, is not published.
+
+    Args:
+        version: 2 is torch's own kernel, which also copies non-contiguous out and dout; 3 is the flash-attn package's.
+    """
+
+    name: str = "simulated_flash"
+    version: Literal[2, 3] = 2
+
+    def refuses(self, inputs: Inputs) -> str | None:
+        device = "cuda" if inputs.device == "cpu" else inputs.device
+        return super().refuses(replace(inputs, device=device, capability=None))
+
+    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
+        lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])  # heads first
+        return torch.empty_like(q), q.new_empty(lse_shape, dtype=torch.float32)
+
+    def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, _ = tensors
+        if self.version == 2:
+            dout, out = dout.contiguous(), out.contiguous()
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        heads, key_heads, ends = q.shape[-2], k.shape[-2], call.lengths
+        # 1. For queries: an accumulator for dq, and the row sums of dout * out. Version 3 also stores lse in base 2.
+        rows = padded_rows(q, ends.queries if ends else None)
+        shapes = [(rows, heads, padded_head_dim(q.shape[-1])), *[(rows, heads)] * (self.version - 1)]
+        # 2. For dk and dv, unless each query head has a key head of its own. All buffers are alive at once.
+        per_query_head = list[Tensor]()
+        if heads != key_heads and self.version == 2:
+            per_query_head = [k.new_empty((*k.shape[:-2], heads, k.shape[-1])) for _ in range(2)]
+        elif heads != key_heads:
+            keys = padded_rows(k, ends.keys if ends else None), key_heads, padded_head_dim(k.shape[-1])
+            shapes += [keys, keys]
+        buffers = [*(q.new_empty(shape, dtype=torch.float32) for shape in shapes), *per_query_head]
+        del buffers
+        return dq, dk, dv
+
+
+def padded_rows(x: Tensor, document_ends: Tensor | None) -> int:
+    """Number of tokens of a work buffer for x [B, T, H, D], or for packed documents [tokens, H, D]."""
+    if document_ends is None:
+        return x.shape[0] * -(-x.shape[1] // ROWS) * ROWS
+    return x.shape[0] + ROWS * (len(document_ends) - 1)  # each document may need up to ROWS tokens of padding
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Head dim of a work buffer."""
+    multiple = 32 if head_dim <= 128 else 64
+    return -(-head_dim // multiple) * multiple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +188,19 @@ class Job:
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """Axis sizes of the mesh on which the method is built. Methods over nodes split the axis `ring` in two."""
+        """Axis sizes of the mesh on which the method is built (`AttentionChoice.mesh_axes`)."""
         return getattr(self.attention, "mesh_axes", dict)(self.axes)
+
+    @property
+    def method(self) -> NamedMethod:
+        """The method in the registry, whose plan predicts time and memory.
+
+        Raises:
+            ValueError: the attention is not an `AttentionChoice`.
+        """
+        if not isinstance(self.attention, AttentionChoice):
+            raise ValueError(f"attention={self.attention!r} must be an AttentionChoice, so that its formulas are known")
+        return self.attention.method
 
 
 @dataclass(frozen=True)

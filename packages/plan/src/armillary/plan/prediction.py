@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 
-from armillary.data.console import print_table
+from armillary.data.console import Bar, print_table
 from armillary.models import GPTConfig, LlamaConfig
-from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.comm_time.step_time import StepTime, step_time
-from armillary.plan.memory import Job, StepMemory, simulate
-from armillary.plan.memory.advice import FORMULAS, advice, check_simulated
-from armillary.plan.memory.estimate import AttentionChoice
-from armillary.plan.memory.estimate.step import FLOAT32_BYTES
-from armillary.plan.memory.report import COLUMNS, fullness, memory_rows
-from armillary.plan.memory.room import Room
-from armillary.plan.memory.simulation.simulate import Progress
-from armillary.plan.presets import cluster_of
-from armillary.plan.search.candidates import Candidate, Mesh
-from armillary.plan.search.search import duration, passes_of
+from armillary.plan.cluster import Cluster
+from armillary.plan.memory import AttentionChoice, Job, StepMemory, simulate
+from armillary.plan.memory.command import COLUMNS, fullness, memory_rows
+from armillary.plan.memory.room import FORMULAS, Room, advice, check_simulated
+from armillary.plan.memory.simulate import Progress
+from armillary.plan.memory.sizes import FLOAT32_BYTES
+from armillary.plan.presets import cluster_of, duration
+from armillary.plan.time.passes import passes_of
+from armillary.plan.time.step_time import StepTime, step_time
 from armillary.train import Config
-from armillary.train.config import ConfiguredRun
+from armillary.train.config import ConfiguredRun, read_run
 from armillary.train.parts import DryRun, dry_run, precision_of, print_dry_run, sm_margin
 
 
@@ -44,6 +42,18 @@ class RunOptions(ConfiguredRun):
     """8xh100, 16xh200, 8xa100-80, ..., or a TOML file. The run has one rank on each accelerator."""
     json: bool = False
     """Print JSON."""
+
+
+def main(argv: Sequence[str], program: str) -> bool:
+    """Runs the command. Returns True if the run fits."""
+    options, _ = read_run(argv, RunOptions, program)
+    with Bar("simulating", quiet=options.json) as bar:
+        result = predict(options.run, options.cluster, partial(bar.show, "simulating"))
+    if options.json:
+        print(json.dumps(asdict(result) | {"fits": result.fits, "mfu": result.mfu}, indent=2))
+    else:
+        show(result)
+    return result.fits
 
 
 @dataclass(frozen=True)
@@ -92,27 +102,25 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
         ValueError: a configuration that could not be trained, or an unknown cluster.
         DoesNotFitError: the step needs so much memory that a simulation would take too long.
     """
-    known_cluster = cluster_of(cluster)
-    run = dry_run(config, known_cluster.ranks, known_cluster.accelerator.compute_capability)
+    machines = cluster_of(cluster)
+    run = dry_run(config, machines.ranks, machines.accelerator.compute_capability)
     job = job_of(config, run.axes, run.model, precision_of(config))
-    room = Room.of(known_cluster)
-    assert isinstance(job.attention, AttentionChoice)
+    room = Room.of(machines)
     # If the method has formulas for its memory, they refuse a step that is far too large before a long simulation.
-    has_formulas = not job.attention.method.missing(*FORMULAS)
+    has_formulas = not job.method.missing(*FORMULAS)
     if has_formulas:
-        check_simulated(job, known_cluster, room, "--data.sequence-length")
-    prediction = Prediction(
+        check_simulated(job, machines, room, "--data.sequence-length")
+    memory = memory_of(config, job, run.local_parameters, progress)
+    return Prediction(
         run=run,
-        cluster=known_cluster,
+        cluster=machines,
         room=room,
-        memory=memory_of(config, job, run.local_parameters, progress),
+        memory=memory,
         bound=config.checkpointing.policy == "none",
-        time=time_of(config, job, known_cluster),
+        time=time_of(config, job, machines),
         limit=60 * config.train.timeout_minutes,
+        advice=advice(job, machines, room) if has_formulas and room.share(memory) > 1 else None,
     )
-    if prediction.fits or not has_formulas:
-        return prediction
-    return replace(prediction, advice=advice(job, known_cluster, room))
 
 
 def memory_of(config: Config, job: Job, local_parameters: int, progress: Progress) -> StepMemory:
@@ -133,13 +141,8 @@ def memory_of(config: Config, job: Job, local_parameters: int, progress: Progres
 
 def time_of(config: Config, job: Job, cluster: Cluster) -> StepTime:
     """Returns the predicted time of a step: the sum over its micro-batches, and one optimizer update."""
-    assert isinstance(job.attention, AttentionChoice)
-    mesh = Mesh(**job.axes)
-    rows = job.rows * mesh.replicas
-    kernel, margin = config.parallel.kernel, sm_margin(config, mesh.ring)
-    candidate = Candidate(mesh, job.attention, config.data.layout, config.parallel.contiguous_states)
-    passes = passes_of(candidate, job.model, cluster, job.length, rows, kernel, margin, precision=job.precision)
-    micro_batch = step_time(job, passes, cluster)
+    margin = sm_margin(config, job.axes["ring"])
+    micro_batch = step_time(job, passes_of(job, cluster, config.data.layout, config.parallel.kernel, margin), cluster)
     seconds_by_part = {name: config.train.accumulation * seconds for name, seconds in micro_batch.parts().items()}
     step_parts = {"optimizer": micro_batch.optimizer}
     if job.zero_stage == 1:  # gathers parameters and reduces gradients once a step, not once a micro-batch
@@ -167,12 +170,7 @@ def job_of(config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConf
     )
 
 
-# -- output -----------------------------------------------------------------------------------------------------------
-
-
-def as_dict(prediction: Prediction) -> dict[str, Any]:
-    """Returns all figures as JSON values."""
-    return asdict(prediction) | {"fits": prediction.fits, "mfu": prediction.mfu}
+# -- output ------------------------------------------------------------------------------------------------------------
 
 
 def show(prediction: Prediction) -> None:

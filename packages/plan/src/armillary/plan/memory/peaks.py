@@ -1,4 +1,8 @@
-"""Device memory at each moment of a training step that may be its peak, by category."""
+"""Peak memory of a training step by closed formulas, within a few percent of `simulate`.
+
+`estimate` compares the moments of a step that may be its peak. `Peaks` yields them in the order in which they come: the
+forward of the last blocks, the loss, the backward of some blocks, and the optimizer.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,50 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from armillary.models.parts import loss_chunk_tokens
-from armillary.plan.memory.estimate.step import FLOAT32_BYTES, StepSizes
+from armillary.plan.memory.simulate import Job
+from armillary.plan.memory.sizes import FLOAT32_BYTES, StepSizes
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Peak bytes of a training step on one rank, of the device's memory and of the host's.
+
+    Args:
+        device_breakdown, host_breakdown: bytes by category, at the peak of that memory.
+        moment: moment of the step at which the device's memory peaks, such as "loss".
+        moments: the device's bytes at each moment that may be the peak.
+    """
+
+    device: int
+    device_breakdown: dict[str, int]
+    host: int
+    host_breakdown: dict[str, int]
+    moment: str
+    moments: dict[str, int]
+
+
+def estimate(job: Job) -> Estimate:
+    """Estimates the result of `simulate(job)` by formulas, without tensors.
+
+    The formulas hold for 16 bits, causal masks, zigzag layouts, FlashAttention-2 (`SimulatedFlash`), and numbers of
+    heads and tokens that are multiples of the number of ranks. Norms and activations are those of CUDA: RMSNorm saves
+    only x for backward, and the backward of silu is one kernel.
+
+    Raises:
+        ValueError: the job's attention is not an `AttentionChoice`.
+    """
+    peaks = Peaks(StepSizes.of(job))
+    moments = {name: sizes.round() for name, sizes in peaks.device()}
+    moment = max(moments, key=lambda name: sum(moments[name].values()))
+    host = max((sizes.round() for sizes in peaks.host()), key=lambda sizes: sum(sizes.values()))
+    return Estimate(
+        device=sum(moments[moment].values()),
+        device_breakdown=moments[moment],
+        host=sum(host.values()),
+        host_breakdown=host,
+        moment=moment,
+        moments={name: sum(sizes.values()) for name, sizes in moments.items()},
+    )
 
 
 class CategoryBytes(dict[str, float]):
@@ -18,10 +65,6 @@ class CategoryBytes(dict[str, float]):
             total[category] = total.get(category, 0) + size
         return total
 
-    def times(self, n: float) -> CategoryBytes:
-        """Returns these bytes times `n`."""
-        return CategoryBytes({category: n * size for category, size in self.items()})
-
     def round(self) -> dict[str, int]:
         """Returns bytes rounded to integers, the largest category first, without empty categories."""
         sizes = sorted(((round(size), category) for category, size in self.items()), reverse=True)
@@ -30,7 +73,7 @@ class CategoryBytes(dict[str, float]):
 
 @dataclass(frozen=True)
 class Peaks:
-    """Device memory at each moment of a step that may be its peak.
+    """Memory at each moment of a step that may be its peak.
 
     Blocks are numbered from 0. Block i - 1 is the previous block, whose output block i takes; block i + 1 is the next
     one, whose backward comes earlier.
@@ -38,7 +81,7 @@ class Peaks:
 
     step: StepSizes
 
-    def all(self) -> Iterator[tuple[str, CategoryBytes]]:
+    def device(self) -> Iterator[tuple[str, CategoryBytes]]:
         """Yields (name of the moment, device memory)."""
         last = self.step.model.layers - 1
         yield "forward: attention", self.forward_attention()
@@ -58,6 +101,21 @@ class Peaks:
             yield f"backward: gradients of block {i}", memory + self.backward_gradients(i)
         yield "backward: tables", self.tables()
         yield "optimizer", self.state() + CategoryBytes(gradients=self.shard(self.step.all_parameters))
+
+    def host(self) -> Iterator[CategoryBytes]:
+        """Yields host memory in the backward of the last block and of recomputed segments' last blocks, and at the end.
+
+        The end is the optimizer's step.
+        """
+        step, model = self.step, self.step.model
+        # Bytes on this rank per parameter of the model, for each of: master weight, gradient, and AdamW's two moments.
+        shard = FLOAT32_BYTES / step.sharing if step.on_host else 0
+        state = CategoryBytes(parameters=shard * step.all_parameters, optimizer=2 * shard * step.all_parameters)
+        for i in {model.layers - 1, *self.recomputed_segment_ends()}:
+            # The gradients of the head and of all blocks after block i are reduced, and copied to the host.
+            reduced = CategoryBytes(gradients=shard * (model.head + step.parameters(range(i + 1, model.layers))))
+            yield state + self.stored_before(i, host=True) + reduced
+        yield state + CategoryBytes(gradients=shard * step.all_parameters)
 
     # -- persistent state ---------------------------------------------------------------------------------------------
 
@@ -138,8 +196,16 @@ class Peaks:
         if step.checkpointing.policy == "none":
             saved_tensors = CategoryBytes()
             for sizes, mixer_blocks in step.by_mixer([] if host else blocks):
-                block_tensors = self.saved_to_attention(sizes) + self.saved_after_attention(sizes)
-                saved_tensors += block_tensors.times(len(mixer_blocks))
+                # After attention: out, if Ulysses' all-to-all copies it. Otherwise attention and the output projection
+                # save the same tensor.
+                is_copied = sizes.mixer == "attention" and sizes.ulysses > 1 and not sizes.projects_in_stages
+                # The MLP: its input, the normed input, and inside gate, silu(gate), up and the product of the last two;
+                # without a gate the tensors before and after GELU.
+                inside = (4 if sizes.model.gated else 2) * sizes.tensor(sizes.model.inner)
+                mlp = 0 if step.checkpointing.tiled else sizes.x + (sizes.gathered or sizes.x) + inside
+                block_tensors = self.saved_to_attention(sizes)
+                block_tensors += CategoryBytes(attention=sizes.out if is_copied else 0, mlp=mlp)
+                saved_tensors += CategoryBytes({name: len(mixer_blocks) * size for name, size in block_tensors.items()})
             return saved_tensors
         keeps = [step.keeps[i] for i in blocks if step.keeps[i].host == host]
         return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attention_output for keep in keeps))
@@ -178,18 +244,6 @@ class Peaks:
         """Tensors that autograd saves in a block up to attention: x, the normed x, and the tensors of attention."""
         return CategoryBytes(other=block.x + (block.gathered or block.x), attention=block.kept_attention())
 
-    def saved_after_attention(self, block: StepSizes) -> CategoryBytes:
-        """Tensors that autograd saves in a block after attention: out, and the tensors of the MLP.
-
-        The MLP saves its input, the normed input, and inside: gate, silu(gate), up and the product of the last two; an
-        MLP without a gate saves the tensors before and after GELU.
-        """
-        # Ulysses' all-to-all copies out; otherwise attention and the output projection save the same tensor.
-        is_copied = block.mixer == "attention" and block.ulysses > 1 and not block.projects_in_stages
-        out = block.out if is_copied else 0
-        mlp = block.x + (block.gathered or block.x) + (4 if block.model.gated else 2) * block.tensor(block.model.inner)
-        return CategoryBytes(attention=out, mlp=0 if block.checkpointing.tiled else mlp)
-
     def stored_at(self, i: int) -> CategoryBytes:
         """Checkpoints on the device in block i's backward: stored, recomputed, or copied back from the host.
 
@@ -222,16 +276,18 @@ class Peaks:
         if self.step.checkpointing.offload:
             largest_copy = max(range(last), key=lambda i: sum(self.copies_in_flight(i).values()), default=-1)
         last_blocks = range(max(0, last + 1 - len(self.step.mixers)), last + 1)
-        candidates = (self.stored_by_previous(i) + self.in_forward(i) for i in {*last_blocks, largest_copy + 1})
-        return self.baseline() + max(candidates, key=lambda memory: sum(memory.values()))
 
-    def in_forward(self, i: int) -> CategoryBytes:
-        """Memory of block i in its forward, at attention's peak: x, and attention's tensors with a buffer for out."""
-        block = self.step.at(i)
-        attention = block.out + block.lse + block.attention_forward() + block.gathered
-        # Parameters count twice: the all-gather copies them out of its buffer.
-        parameters = self.gathered_parameters(2 * block.e * block.model.block + self.kept_gathered(i))
-        return CategoryBytes(parameters=parameters, checkpoints=block.x, attention=attention)
+        def in_forward(i: int) -> CategoryBytes:
+            block = self.step.at(i)
+            # Attention's tensors with a buffer for out. Parameters count twice: the all-gather copies them out of its
+            # buffer.
+            attention = block.out + block.lse + block.attention_forward() + block.gathered
+            parameters = self.gathered_parameters(2 * block.e * block.model.block + self.kept_gathered(i))
+            memory = CategoryBytes(parameters=parameters, checkpoints=block.x, attention=attention)
+            return self.stored_by_previous(i) + memory
+
+        candidates = map(in_forward, {*last_blocks, largest_copy + 1})
+        return self.baseline() + max(candidates, key=lambda memory: sum(memory.values()))
 
     def loss(self) -> CategoryBytes:
         """Memory of the loss, at its peak in a chunk of tokens.
@@ -279,21 +335,18 @@ class Peaks:
         if block.checkpointing.policy == "none":
             # gradients: dx, for which checkpoint policies reuse the memory of dy.
             memory += self.stored_tensors([i]) + CategoryBytes(gradients=block.x)
-        # The larger of: a chunk's tensors and, after the last chunk, all gradients in the compute dtype.
-        chunk = max(self.mlp_chunk() + weight_gradient, block.e * model.after_attention)
+        # A chunk of tokens. Inside the MLP with a gate, 6 tensors: gate, silu(gate), up, and the gradients of their
+        # product, of silu(gate) and of up. Without, 3: the one before GELU, and the gradients after and before it.
+        step = self.step
+        inside = step.tensor((6 if step.model.gated else 3) * step.model.inner, step.tp * step.chunk_tokens)
+        # 3 tensors [E]: the residual x + out, its norm, and the output.
+        chunk = inside + step.tensor(3 * step.model.dim, step.chunk_tokens) + weight_gradient
+        # After the last chunk, all gradients in the compute dtype may be larger.
+        chunk = max(chunk, block.e * model.after_attention)
         summed_gradients = block.summed_gradient * model.after_attention
         # attention: dout, and the tensors that a layer with a state recorded for its backward.
         tensors = CategoryBytes(attention=block.out + block.recorded, mlp=summed_gradients + chunk)
         return memory + self.recomputed_output(i) + tensors
-
-    def mlp_chunk(self) -> float:
-        """Bytes of a chunk of tokens in the backward of the part after attention, at the MLP's peak."""
-        step, inner = self.step, self.step.model.inner
-        # With a gate, 6 tensors: gate, silu(gate), up, and the gradients of their product, of silu(gate) and of up.
-        # Without, 3 tensors: the one before GELU, and the gradients after and before it.
-        inside = step.tensor((6 if step.model.gated else 3) * inner, step.tp * step.chunk_tokens)
-        # 3 tensors [E]: the residual x + out, its norm, and the output.
-        return inside + step.tensor(3 * step.model.dim, step.chunk_tokens)
 
     def recomputed_output(self, i: int) -> CategoryBytes:
         """Bytes of out and lse of block i in its backward, if they are recomputed."""
@@ -304,19 +357,14 @@ class Peaks:
     def backward_attention(self, i: int) -> CategoryBytes:
         """Memory of block i's backward at attention's peak: dx, dout, and gradients of the part after attention."""
         block = self.step.at(i)
-        if block.checkpointing.policy == "none":
-            return self.backward_saved_attention(i)
+        if block.checkpointing.policy == "none":  # the part after attention has freed its tensors
+            projections = block.x + block.projection_gradients() if block.projects_in_stages else 0
+            attention = block.out + (projections + block.attention_backward)
+            gradients = block.x + block.e * block.model.after_attention
+            return self.saved_to_attention(block) + CategoryBytes(gradients=gradients, attention=attention)
         after_attention = block.summed_gradient * block.model.after_attention
         attention = block.out + block.recomputed_backward()  # dout, and the tensors of attention's backward
         return self.recomputed_output(i) + CategoryBytes(gradients=block.x, mlp=after_attention, attention=attention)
-
-    def backward_saved_attention(self, i: int) -> CategoryBytes:
-        """`backward_attention` under policy "none": the part after attention has freed its tensors."""
-        block = self.step.at(i)
-        projections = block.x + block.projection_gradients() if block.projects_in_stages else 0
-        attention = block.out + (projections + block.attention_backward)
-        gradients = block.x + block.e * block.model.after_attention
-        return self.saved_to_attention(block) + CategoryBytes(gradients=gradients, attention=attention)
 
     def backward_gradients(self, i: int) -> CategoryBytes:
         """Memory at the end of block i's backward: dx, and gradients of all parameters of the block."""

@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
-from armillary.attention import CommPlan
-from armillary.core.parts import PHASES
-from armillary.models import Mixer
-from armillary.models.parts import Policy
-from armillary.plan.cluster.cluster import Cluster
-from armillary.plan.comm_time.comm_plan_time import (
-    BACKWARD_FLOPS,
-    FORWARD_FLOPS,
-    PassTime,
-    all_gather_seconds,
-    plan_seconds,
-)
+from armillary.plan.cluster import Cluster
 from armillary.plan.memory import Job
-from armillary.plan.memory.estimate.peaks import Peaks
-from armillary.plan.memory.estimate.step import FLOAT32_BYTES, StepSizes
+from armillary.plan.memory.peaks import Peaks
+from armillary.plan.memory.sizes import FLOAT32_BYTES, StepSizes
+from armillary.plan.time.clocks import PassTime, all_gather_seconds
+from armillary.plan.time.passes import Passes
 
 ADAM_BYTES = 7 * FLOAT32_BYTES
 """Bytes that AdamW reads (parameter, gradient, two moments) and writes (parameter, two moments) per parameter."""
 HOST_MEMORY_BANDWIDTH = 200e9
 """Memory bandwidth of a machine's processors in bytes per second, for an optimizer on the host."""
-
-SentBytes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Bytes that each rank sends: (by rank in forward, by rank in backward)."""
 
 BlockSeconds = tuple[float, float]
 """Seconds of one block: (in forward, in backward)."""
@@ -71,78 +59,6 @@ class StepTime:
         return asdict(self)
 
 
-@dataclass(frozen=True)
-class Passes:
-    """Time of one block's attention, forward and backward, and of a hybrid's other mixers.
-
-    Args:
-        overlap: True if forward sends while it computes.
-        sent_bytes: bytes that each rank sends, in forward and in backward.
-        checkpointed: the passes under a checkpoint policy; None if they are these.
-        states: passes of a block of each recurrent mixer.
-        relayout: one move of hidden states between attention's layout and the layout of recurrent layers (forward), and
-            the move of their gradients (backward).
-        relayouts: number of such moves in the model's forward; its backward has as many.
-    """
-
-    forward: PassTime
-    backward: PassTime
-    overlap: bool = True
-    sent_bytes: SentBytes = ((), ())
-    checkpointed: Passes | None = None
-    states: Mapping[Mixer, Passes] = field(default_factory=dict[Mixer, "Passes"])
-    relayout: Passes | None = None
-    relayouts: int = 0
-
-    def both(self) -> PassTime:
-        """Time of forward and backward together."""
-        return self.forward + self.backward
-
-    def at(self, mixer: Mixer, policy: Policy) -> Passes:
-        """Returns the passes of a block with this mixer under a checkpoint policy."""
-        return self.states.get(mixer) or (self.checkpointed if policy != "none" else None) or self
-
-    @classmethod
-    def of(
-        cls,
-        plan: CommPlan,
-        cluster: Cluster,
-        head_dim: int,
-        copies: int,
-        tokens: int,
-        kernel: str | None = None,
-        margin: int = 0,
-        stride: int = 1,
-    ) -> Passes:
-        """Times the plan, run by `copies` groups of ranks side by side.
-
-        If a persistent kernel leaves NCCL no multiprocessors (margin 0), forward hides no communication: NCCL's kernels
-        start when it ends.
-
-        Args:
-            tokens, kernel, margin: as in `Accelerator.attention_shares`.
-            stride: as in `plan_seconds`.
-        """
-        device = cluster.accelerator
-        overlap = margin > 0 or not device.is_persistent(kernel)
-        forward_share, backward_share = device.attention_shares(tokens, kernel, margin)
-        # Seconds for one (query, key) pair of one head: its FLOPs over the FLOP/s that the kernel attains.
-        forward_pair = FORWARD_FLOPS * head_dim / (device.flops * forward_share)
-        backward_pair = BACKWARD_FLOPS * head_dim / (device.flops * backward_share)
-        return cls(
-            plan_seconds(plan.forward, cluster, forward_pair, copies, overlap, stride),
-            plan_seconds(plan.backward, cluster, backward_pair, copies, stride=stride),
-            overlap,
-            sent_bytes(plan, cluster.ranks // copies),
-        )
-
-
-def sent_bytes(plan: CommPlan, ranks: int) -> SentBytes:
-    """Bytes that each of a plan's ranks sends, in forward and in backward."""
-    forward, backward = (tuple(plan.bytes(rank, phase=phase) for rank in range(ranks)) for phase in PHASES)
-    return forward, backward
-
-
 def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     """Seconds of a job's training step, whose attention takes `passes` in each block.
 
@@ -164,6 +80,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     recomputed_attention = PassTime()
     computation, transfers = [(0.0, 0.0)] * layers, [(0.0, 0.0)] * layers  # by block
     segment_ends = {segment[-1] for segment in step.segments}
+    peaks = Peaks(step)
     for sizes, blocks in step.by_mixer(range(layers)):
         mixer_passes = passes.at(sizes.mixer, step.checkpointing.policy)
         # 6 FLOPs per parameter and token (arXiv 2001.08361): a multiply and an add in forward, twice that in backward.
@@ -172,13 +89,17 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
         recomputed += recomputed_products(step, sizes, blocks, block_dense)
         recomputed_attention += mixer_passes.forward.times(recomputed_attentions(step, blocks))
         attention += mixer_passes.both().times(len(blocks))
-        block_transfers = parameter_transfers(sizes, cluster)
+        # Forward gathers parameters; backward gathers them again under ZeRO stage 3, and reduces gradients.
+        gather, reduction = parameter_transfers(step, cluster, sizes.model.block)
+        block_transfers = gather, (gather if step.zero_stage == 3 else 0.0) + reduction
         for i in blocks:
             computation[i] = block_computation(step, i, i in segment_ends, block_dense, mixer_passes)
             transfers[i] = block_transfers
-    # 2. Transfers of parameters and gradients, less the concurrent computation.
-    segment_gathers, segment_copies = recomputed_segments(step, cluster)
-    parameters = sum(map(exposed_seconds, transfers, computation)) + segment_gathers + root_transfers(step, cluster)
+    # 2. Transfers of parameters and gradients, less the concurrent computation. Nothing hides those of embedding, head
+    # and root.
+    segment_gathers, segment_copies = recomputed_segments(peaks, cluster)
+    root_seconds = sum(parameter_transfers(step, cluster, step.model.outside_blocks))
+    parameters = sum(map(exposed_seconds, transfers, computation)) + segment_gathers + root_seconds
     return StepTime(
         dense=dense,
         attention=attention.compute,
@@ -190,7 +111,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
         steps=attention.overhead + recomputed_attention.overhead,
         tensor=tensor_transfers(step, cluster),
         parameters=parameters,
-        offload=sum(block_offload(step, i, cluster, computation[i]) for i in range(layers)) + segment_copies,
+        offload=sum(block_offload(peaks, i, cluster, computation[i]) for i in range(layers)) + segment_copies,
         optimizer=optimizer_update(step, cluster),
     )
 
@@ -266,18 +187,18 @@ def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float,
     return dense + hidden_by_forward, 2 * dense + recomputed + idle_link_seconds(backward)
 
 
-def recomputed_segments(step: StepSizes, cluster: Cluster) -> tuple[float, float]:
+def recomputed_segments(peaks: Peaks, cluster: Cluster) -> tuple[float, float]:
     """Exposed seconds of recomputed segments: (all-gathers of parameters, copies from and to the host).
 
     Recomputation gathers the parameters of all blocks of a segment. For the last two blocks this is their gather for
     backward; for the others it is one more. Of all blocks but the last, the stored checkpoints are read from the host,
     and the recomputed ones are written there.
     """
-    peaks, gather_seconds, copied_bytes = Peaks(step), 0.0, 0.0
+    step, gather_seconds, copied_bytes = peaks.step, 0.0, 0.0
     if len(step.segments) == len(step.keeps):
         return 0.0, 0.0  # every block stores its input
     for segment in step.segments:
-        gather_seconds += sum(parameter_transfers(step.at(i), cluster)[0] for i in segment[:-2])
+        gather_seconds += sum(parameter_transfers(step, cluster, step.at(i).model.block)[0] for i in segment[:-2])
         read_tensors = peaks.stored_tensors(segment[:-1], host=True)
         written_tensors = peaks.recomputed_checkpoints(segment[:-1], host=True)
         copied_bytes += sum((read_tensors + written_tensors).values())
@@ -303,46 +224,24 @@ def tensor_transfers(step: StepSizes, cluster: Cluster) -> float:
     return count * all_gather_seconds(cluster, step.tp * step.x, step.tp)
 
 
-def parameter_transfers(step: StepSizes, cluster: Cluster) -> BlockSeconds:
-    """Seconds to transfer a block's parameters and gradients.
-
-    Forward gathers parameters; backward gathers them again under ZeRO stage 3, and reduces gradients.
-    """
-    gather = shard_transfer_seconds(step, cluster, step.model.block * step.e)
-    regather = gather if step.zero_stage == 3 else 0.0  # stages 1 and 2 keep parameters gathered
-    return gather, regather + gradient_reduction_seconds(step, cluster, step.model.block)
-
-
-def root_transfers(step: StepSizes, cluster: Cluster) -> float:
-    """Seconds to all-gather embedding and head and to reduce their gradients. Nothing hides these."""
-    parameters = step.model.table + step.model.head + step.model.root
-    gather = shard_transfer_seconds(step, cluster, parameters * step.e)
-    return gather + gradient_reduction_seconds(step, cluster, parameters)
-
-
-def shard_transfer_seconds(step: StepSizes, cluster: Cluster, size: float) -> float:
-    """Seconds to all-gather, or to reduce-scatter, `size` bytes over the ranks that shard parameters."""
-    return all_gather_seconds(cluster, size, step.sharing, step.tp)
-
-
-def gradient_reduction_seconds(step: StepSizes, cluster: Cluster, parameters: float) -> float:
-    """Seconds to reduce-scatter the float32 gradients of `parameters`, and to all-reduce the result over replicas."""
+def parameter_transfers(step: StepSizes, cluster: Cluster, parameters: float) -> tuple[float, float]:
+    """Seconds to all-gather so many parameters in the compute dtype, and to reduce their float32 gradients."""
+    gather = all_gather_seconds(cluster, parameters * step.e, step.sharing, step.tp)
+    reduce_scatter = all_gather_seconds(cluster, FLOAT32_BYTES * parameters, step.sharing, step.tp)
+    # HSDP all-reduces the shard of gradients of each rank over replicas: a reduce-scatter and an all-gather.
     ranks_per_replica = step.sharing * step.tp
-    replicas = cluster.ranks // ranks_per_replica
-    # HSDP all-reduces the shard of gradients of each rank: a reduce-scatter and an all-gather.
-    shard_bytes = FLOAT32_BYTES * parameters / step.sharing
-    over_replicas = 2 * all_gather_seconds(cluster, shard_bytes, replicas, stride=ranks_per_replica)
-    return shard_transfer_seconds(step, cluster, FLOAT32_BYTES * parameters) + over_replicas
+    replicas, shard_bytes = cluster.ranks // ranks_per_replica, FLOAT32_BYTES * parameters / step.sharing
+    return gather, reduce_scatter + 2 * all_gather_seconds(cluster, shard_bytes, replicas, stride=ranks_per_replica)
 
 
-def block_offload(step: StepSizes, i: int, cluster: Cluster, computation: BlockSeconds) -> float:
+def block_offload(peaks: Peaks, i: int, cluster: Cluster, computation: BlockSeconds) -> float:
     """Exposed seconds of copies of block i's checkpoints: to the host in forward, and from the host in backward.
 
     With prefetch, the backward of the next block hides the copy from the host. The last block has no next one.
     """
+    step, bandwidth = peaks.step, cluster.accelerator.host_bandwidth
     if not step.checkpointing.offload:
         return 0.0
-    peaks, bandwidth = Peaks(step), cluster.accelerator.host_bandwidth
     to_host = sum(peaks.stored_tensors([i], host=True).values())
     from_host = to_host + sum(peaks.recomputed_checkpoints([i], host=True).values())
     prefetched = step.checkpointing.prefetch and i < step.model.layers - 1

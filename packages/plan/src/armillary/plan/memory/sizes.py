@@ -1,26 +1,146 @@
-"""`StepSizes`: bytes of a training step's tensors on a rank, and of attention's buffers. `Peaks` adds them up."""
+"""Sizes of a training step's tensors on a rank: `Widths` of a model, and `StepSizes` with attention's buffers.
+
+`peaks.py` adds these up to the memory of a step; `time/step_time.py` computes transfers and FLOPs from them.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise, starmap
+from typing import Any
 
 from torch import float32
 
 from armillary.attention.plans import HeadStages, NamedMethod, Sizes, UPipePlan
 from armillary.core.parts import chunks
-from armillary.models import Checkpointing, LlamaConfig, Mixer, StateConfig
+from armillary.models import Checkpointing, GPTConfig, LlamaConfig, Mixer, StateConfig
 from armillary.models.parts import Keep
-from armillary.plan.memory.estimate.choice import AttentionChoice
-from armillary.plan.memory.estimate.widths import Widths
-from armillary.plan.memory.simulation.simulate import Job
-from armillary.plan.memory.simulation.state_memory import LinearBytes, StateMemory, gathered_bytes
+from armillary.plan.memory.simulate import Job
+from armillary.plan.memory.state_memory import LinearBytes, StateMemory, gathered_bytes
 
 FLOAT32_BYTES = float32.itemsize
 """Bytes of an element of master weights, of their gradients, and of AdamW's two moments."""
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Widths of a model's tensors, and parameter counts by FSDP unit (embedding, each block, head, and the root).
+
+    Args:
+        inner: width inside the MLP.
+        gated: True for LLaMA: the MLP has a gate (SwiGLU), and positions are rotations (RoPE). False for GPT.
+        head_norms: True if queries and keys have norms.
+        block: number of parameters of a block.
+        after_attention: number of these in the part after attention: output projection, second norm and MLP.
+        output_norm: number of parameters of the norm on the delta rule's outputs, which tensor parallelism replicates.
+        output_biases: number of parameters of the biases of attention's output projection and the MLP's.
+        table, head: numbers of parameters of embedding and head; 0 if they are tied, and so belong to the root.
+        root: number of parameters that stay gathered until the end of backward: the last norm, a tied table, and a
+            GPT's learned positions.
+    """
+
+    dim: int
+    heads: int
+    key_heads: int
+    head_dim: int
+    inner: int
+    vocabulary: int
+    layers: int
+    gated: bool
+    head_norms: bool
+    block: int
+    after_attention: int
+    output_norm: int
+    output_biases: int
+    table: int
+    head: int
+    root: int
+
+    @classmethod
+    @lru_cache(maxsize=64)  # a search estimates thousands of steps of one model
+    def of(cls, model: LlamaConfig | GPTConfig, mixer: Mixer = "attention") -> Widths:
+        """Returns the widths of a model. Fields of a block, such as `block`, are those of its blocks with `mixer`."""
+        llama = isinstance(model, LlamaConfig)
+        if llama:
+            block = model.block_parameters(mixer)
+            blocks = sum(count * model.block_parameters(kind) for kind, count in model.mixer_counts().items())
+        else:
+            block = replace(model, layers=2).parameters() - replace(model, layers=1).parameters()
+            blocks = model.layers * block
+        outside_blocks = model.parameters() - blocks
+        inner = model.hidden_dim if llama else 4 * model.dim
+        states = model.states if llama and mixer != "attention" else None
+        mixed_width = model.heads * model.head_dim if states is None else states.values
+        # Output projection, MLP (SwiGLU has 3 matrices, a GPT's 2), norm (a LayerNorm has 2 E) and biases.
+        output_bias = model.out_bias and states is None if llama else True
+        mlp_bias = model.mlp_bias if llama else True
+        output_biases = model.dim * (output_bias + mlp_bias)
+        hidden_layers, norm = (2, model.dim) if llama else (1, 2 * model.dim)  # layers from E to the MLP's width
+        after_attention = mixed_width * model.dim + (hidden_layers + 1) * model.dim * inner + norm + output_biases
+        after_attention += hidden_layers * inner if mlp_bias else 0
+        table = 0 if not llama or model.tied_embeddings else model.vocab_size * model.dim
+        return cls(
+            dim=model.dim,
+            heads=model.heads,
+            key_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            inner=inner,
+            vocabulary=model.vocab_size,
+            layers=model.layers,
+            gated=llama,
+            head_norms=llama and model.qk_norm and states is None,
+            block=block,
+            after_attention=after_attention,
+            output_norm=states.value_dim if states is not None and mixer == "delta_rule" else 0,
+            output_biases=output_biases,
+            table=table,
+            head=table,
+            root=outside_blocks - 2 * table,
+        )
+
+    def shard(self, ranks: int) -> Widths:
+        """Returns the widths of one of `ranks` tensor-parallel ranks.
+
+        Heads, MLP and vocabulary are divided by `ranks`. Learned positions, output biases and norms are replicated,
+        except Mamba-2's norm on its outputs.
+        """
+        if ranks == 1:
+            return self
+        norm = self.dim if self.gated else 2 * self.dim  # a LayerNorm has a bias
+        # Replicated vectors in a block. The second norm and the biases are after attention.
+        unsharded_after = norm + self.output_biases
+        unsharded_in_block = norm + unsharded_after + self.output_norm + (2 * self.head_dim if self.head_norms else 0)
+        table = self.vocabulary * self.dim
+        unsharded_root = self.root - (table if self.tied else 0)
+
+        def part(count: int, unsharded: int) -> int:
+            return unsharded + (count - unsharded) // ranks
+
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            key_heads=self.key_heads // ranks,
+            inner=self.inner // ranks,
+            vocabulary=-(-self.vocabulary // ranks),
+            block=part(self.block, unsharded_in_block),
+            after_attention=part(self.after_attention, unsharded_after),
+            table=self.table // ranks,
+            head=self.head // ranks,
+            root=part(self.root, unsharded_root),
+        )
+
+    @property
+    def outside_blocks(self) -> int:
+        """Number of parameters outside of blocks: embedding, learned positions, last norm and head."""
+        return self.table + self.head + self.root
+
+    @property
+    def tied(self) -> bool:
+        """True if the head is the embedding table."""
+        return self.head == 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +186,10 @@ class StepSizes:
         """Returns the sizes of a job.
 
         Raises:
-            ValueError: the job's attention is not an `AttentionChoice`.
+            ValueError: the job's attention is not an `AttentionChoice`, or leaves an axis unused.
         """
-        if not isinstance(job.attention, AttentionChoice):
-            raise ValueError(f"attention={job.attention!r} must be an AttentionChoice, so that its formulas are known")
-        axes: Mapping[str, int] = job.axes
-        ring, ulysses, tp = (axes.get(name, 1) for name in ("ring", "ulysses", "tp"))
-        method = job.attention.method
+        ring, ulysses, tp = (job.axes.get(name, 1) for name in ("ring", "ulysses", "tp"))
+        method = job.method
         method.check_used(method.mesh_axes({"ring": ring, "ulysses": ulysses}))
         sizes = cls(
             model=Widths.of(job.model).shard(tp),
@@ -84,19 +201,28 @@ class StepSizes:
             e=job.precision.itemsize,
             ring=ring,
             ulysses=ulysses,
-            sharing=axes.get("shard", 1) * ring * ulysses,
+            sharing=job.axes.get("shard", 1) * ring * ulysses,
             tp=tp,
             zero_stage=job.zero_stage,
             keeps_gradients=job.zero_stage == 1 and job.micro_batches > 1,
         )
-        if not isinstance(job.model, LlamaConfig) or job.model.states is None:
+        if not isinstance(job.model, LlamaConfig) or (states := job.model.states) is None:
             return sizes
-        blocks = {
-            mixer: StateSizes.for_mixer(sizes, job, job.model, mixer)
-            for mixer in job.model.mixers
-            if mixer != "attention"
-        }
-        return replace(sizes, mixers=job.model.mixers, state_blocks=blocks)
+        # Blocks with a state have the same sizes, except for the widths of their mixer and for the layer itself.
+        common: dict[str, Any] = {attribute.name: getattr(sizes, attribute.name) for attribute in fields(StepSizes)}
+        state_blocks = dict[Mixer, StateSizes]()
+        for mixer in job.model.mixers:
+            if mixer != "attention":
+                # With a head axis, its ranks divide each zigzag shard into contiguous shards.
+                gathered = gathered_bytes(mixer, states, ring * ulysses, zigzag=ulysses == 1)
+                common |= {"mixer": mixer, "model": Widths.of(job.model, mixer).shard(tp)}
+                state_blocks[mixer] = StateSizes(
+                    **common,
+                    layer=states,
+                    memory=StateMemory.of(mixer, states, job.precision, ring * ulysses > 1),
+                    gathered_states=job.rows * gathered,
+                )
+        return replace(sizes, mixers=job.model.mixers, state_blocks=state_blocks)
 
     def at(self, i: int) -> StepSizes:
         """Returns the sizes of block i."""
@@ -196,29 +322,21 @@ class StepSizes:
         accumulation = max(FLOAT32_BYTES, self.e) / self.e  # bytes of an accumulated element, relative to e
         return Sizes(queries * head, keys * head, queries * lse, accumulation, queries / keys)
 
-    def forward(self) -> float:
-        """Memory of the method on the sequence axis in forward, for one stage of heads."""
-        return self.method.sequence_plan(self.ring).forward_memory(self.stage_sizes, self.ring)
-
-    def backward(self) -> float:
-        """Memory of the method on the sequence axis in backward, for one stage of heads."""
-        return self.method.sequence_plan(self.ring).backward_memory(self.stage_sizes, self.ring)
-
     def attention_forward(self) -> float:
-        """Attention's memory in forward, with q, k and v. With recomputation, every method runs in UPipe's stages."""
-        inner, head = self.forward(), self.method.head_plan(self.ulysses)
-        if self.checkpointing.policy == "none" and head is not None:
-            return head.forward_memory(self.stage_sizes, inner)
-        return UPipePlan().forward_memory(self.stage_sizes, inner)
+        """Attention's memory in forward, with q, k and v."""
+        inner = self.method.sequence_plan(self.ring).forward_memory(self.stage_sizes, self.ring)
+        # With recomputation, every method runs in UPipe's stages.
+        head = self.method.head_plan(self.ulysses) if self.checkpointing.policy == "none" else None
+        return (head or UPipePlan()).forward_memory(self.stage_sizes, inner)
 
     @cached_property
     def attention_backward(self) -> float:
         """Attention's memory in backward, without out and dout of local tokens and the tensors that autograd saved."""
-        inner, alone = self.backward(), self.ring == 1  # alone: there is no method on the sequence axis
-        if self.checkpointing.policy != "none":
-            return UPipePlan().backward_memory(self.stage_sizes, inner, self.stages, alone)
-        head = self.method.head_plan(self.ulysses)
-        return inner if head is None else head.backward_memory(self.stage_sizes, inner, self.stages, alone)
+        inner = self.method.sequence_plan(self.ring).backward_memory(self.stage_sizes, self.ring)
+        is_saved = self.checkpointing.policy == "none"
+        head = self.method.head_plan(self.ulysses) if is_saved else UPipePlan()
+        # ring == 1: the head method has no method on the sequence axis inside.
+        return inner if head is None else head.backward_memory(self.stage_sizes, inner, self.stages, self.ring == 1)
 
     def recomputed_backward(self) -> float:
         """Memory of attention's backward under a checkpoint policy, without out, lse and dout."""
@@ -264,22 +382,6 @@ class StateSizes(StepSizes):
     layer: StateConfig
     memory: StateMemory
     gathered_states: int
-
-    @classmethod
-    def for_mixer(cls, sizes: StepSizes, job: Job, config: LlamaConfig, mixer: Mixer) -> StateSizes:
-        """Returns the sizes of the blocks with `mixer`, in a model whose blocks with attention have `sizes`."""
-        assert config.states is not None
-        common = {attribute.name: getattr(sizes, attribute.name) for attribute in fields(StepSizes)}
-        common |= {"mixer": mixer, "model": Widths.of(config, mixer).shard(sizes.tp)}
-        ranks = sizes.ring * sizes.ulysses
-        # With a head axis, its ranks divide each zigzag shard into contiguous shards.
-        gathered = gathered_bytes(mixer, config.states, ranks, zigzag=sizes.ulysses == 1)
-        return cls(
-            **common,
-            layer=config.states,
-            memory=StateMemory.of(mixer, config.states, job.precision, ranks > 1),
-            gathered_states=sizes.rows * gathered,
-        )
 
     def bytes(self, memory: LinearBytes) -> float:
         """Returns the bytes for all rows. Tensor parallelism shards heads, and so all tensors of the layer."""

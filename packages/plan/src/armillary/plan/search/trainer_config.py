@@ -41,6 +41,11 @@ def trainer_config(result: SearchResult, choice: Choice) -> Config:
     """
     folder = pretrained_folder(result.options.model)
     recipe = recipe_config(recipe_name(result))
+    data = DataConfig(
+        sequence_length=result.length, global_batch_size=result.options.rows, layout=choice.candidate.layout
+    )
+    if result.documents is not None:
+        data = replace(data, documents=True, packing="best_fit")
     return replace(
         recipe,
         model=model_flags(result.model) if folder is None else ModelConfig(pretrained=folder),
@@ -52,17 +57,10 @@ def trainer_config(result: SearchResult, choice: Choice) -> Config:
             kernel=result.options.kernel,
         ),
         checkpointing=choice.job.checkpointing,
-        data=data_config(result, choice),
+        data=data,
         optimizer=replace(recipe.optimizer, cpu_offload=choice.job.on_host),
         train=replace(recipe.train, accumulation=1),
     )
-
-
-def data_config(result: SearchResult, choice: Choice) -> DataConfig:
-    """Returns the data section of the trainer's configuration."""
-    layout, rows = choice.candidate.layout, result.options.rows
-    data = DataConfig(sequence_length=result.length, global_batch_size=rows, layout=layout)
-    return data if result.documents is None else replace(data, documents=True, packing="best_fit")
 
 
 def model_flags(model: Model) -> ModelConfig:
@@ -82,13 +80,11 @@ def model_flags(model: Model) -> ModelConfig:
 
 
 def write_choice(result: SearchResult, path: Path) -> None:
-    """Writes the first choice to a file for `armillary-train --config`.
+    """Writes the first choice, which fits, to a file for `armillary-train --config`.
 
     Raises:
-        ValueError: nothing fits, or the file cannot be written.
+        ValueError: the file cannot be written.
     """
-    if not result.fitting:
-        raise ValueError(f"--out {path}: nothing fits, so there is nothing to write")
     best = result.fitting[0]
     comment = f"{best.candidate}, predicted by armillary-plan to be fastest on {result.cluster.name}"
     write_toml(path, recipe_name(result), trainer_config(result, best), comment)

@@ -1,4 +1,7 @@
-"""`StateMemory`: memory of one layer with a state, simulated on few tokens and extrapolated linearly."""
+"""Memory of one layer with a state by itself: `StateMemory` simulates it on few tokens and extrapolates linearly.
+
+A layer with a state has no formula, so the formulas of a step take its memory from here.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from armillary.core import Axis, SequenceLayout, short_convolution
 from armillary.core.parts import simulating
 from armillary.models import Mixer, StateConfig
 from armillary.models.parts import STATE_MIXERS, Recurrence
-from armillary.plan.memory.simulation.live_bytes import LiveBytes
-from armillary.plan.memory.simulation.torch_private import fake_group
+from armillary.plan.memory.live_bytes import LiveBytes
+from armillary.plan.memory.torch_private import fake_group
 from armillary.states import gathered_elements
 
 TOKENS = 512

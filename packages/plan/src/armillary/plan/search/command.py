@@ -1,21 +1,33 @@
-"""Prints the result of `armillary-plan search` as tables or JSON, or draws it as stacked bars."""
+"""`armillary-plan search`: runs the search, and prints its result as tables or JSON, or draws it as stacked bars."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from math import floor, log10
 from pathlib import Path
 from typing import Any
 
 from armillary.attention.plans import methods_without_plan
-from armillary.data.console import Column, gib, picture, print_lines, print_table
+from armillary.data.console import (
+    Bar,
+    Column,
+    check_picture,
+    gib,
+    parse,
+    picture,
+    print_lines,
+    print_table,
+    print_written,
+)
 from armillary.models import LlamaConfig
-from armillary.plan.memory.advice import advice, policy_text
+from armillary.plan.memory.room import advice, policy_text
 from armillary.plan.presets import is_hybrid, model_size
-from armillary.plan.search.command_line import command_line
-from armillary.plan.search.search import NEEDED, Choice, SearchResult, best_of
+from armillary.plan.search.search import NEEDED, Choice, SearchOptions, SearchResult, best_of, search
+from armillary.plan.search.trainer_config import command_line, write_choice
 
 FIGURES = tuple(map(Column, ("step (s)", "MFU (%)", "device (GiB)", "host (GiB)")))
 CHOICES = (
@@ -31,6 +43,25 @@ POLICIES = (Column("keeps", text=True), *FIGURES, Column("fits", text=True))
 DRAWN_SHARE = 0.002
 """Parts of a step that are shorter than this fraction of the slowest drawn step are not drawn."""
 PARTS = (Column("part of a step", text=True), Column("share (%)"), Column("time (ms)"))
+
+
+def main(argv: Sequence[str], program: str) -> bool:
+    """Runs the command. Returns True if at least one choice fits into memory."""
+    options = parse(argv, SearchOptions, program)
+    if options.plot is not None:
+        check_picture(options.plot, "--plot")
+    with Bar(quiet=options.json) as bar:
+        result = search(options, partial(bar.show, "meshes and methods"))
+    if result.fitting and options.out is not None:
+        write_choice(result, options.out)
+        print_written(options.out)
+    if result.fitting and options.plot is not None:
+        print_written(draw(result, options.plot))
+    if options.json:
+        print(json.dumps(as_dict(result), indent=2))
+    else:
+        show(result)
+    return bool(result.fitting)
 
 
 def as_dict(result: SearchResult) -> dict[str, Any]:
@@ -177,16 +208,15 @@ def summary_of_hidden_choices(result: SearchResult) -> str:
 
 
 def draw(result: SearchResult, path: Path) -> Path:
-    """Draws a bar for each of the best choices, stacked from the parts of its step, as a PNG. Returns its path.
+    """Draws a bar for each of the best choices that fit, stacked from the parts of its step, as a PNG.
+
+    Returns its path.
 
     Raises:
-        ValueError: nothing fits.
         ImportError: matplotlib is not installed.
         OSError: the file cannot be written.
     """
     best = result.fitting[: result.options.best]
-    if not best:
-        raise ValueError(f"--plot {path}: nothing fits, so there is nothing to draw")
     with picture(path, (11, 2.2 + 0.5 * len(best)), "armillary-plan") as figure:
         axes = figure.subplots()
         # Each part of a step is drawn from the end of the parts before it.

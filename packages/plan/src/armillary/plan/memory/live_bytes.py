@@ -26,8 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.core.parts import current_label
-from armillary.plan.memory.simulation import torch_private
-from armillary.plan.memory.simulation.torch_private import storage_key
+from armillary.plan.memory import torch_private
+from armillary.plan.memory.torch_private import storage_key
 
 
 @dataclass(eq=False)

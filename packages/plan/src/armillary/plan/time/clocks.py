@@ -1,4 +1,8 @@
-"""Predicts the time of a `CommPlan` on a cluster: advances a clock for every rank, step by step."""
+"""The time of a `CommPlan` on a cluster: `plan_seconds` advances two clocks of every rank, step by step.
+
+All steps are timed at once first (`timed_exchanges`), because the network's time of a step does not depend on when it
+starts. `all_gather_seconds` is the time of NCCL's all-gathers of parameters.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from armillary.attention.plans import Move, Send, Step
-from armillary.plan.cluster.cluster import Cluster
+from armillary.plan.cluster import Cluster
 from armillary.plan.cluster.network import Floats, Integers, concurrent_seconds, deliveries
-
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
-"""FLOPs per visible (query, key) pair, head and element of head dim. A matrix product takes 2: a multiply and an add.
-
-Forward has two products: Q K^T and P V. Backward has five, as FlashAttention-2 (arXiv 2307.08691) counts them: Q K^T
-again, dV, dP, dQ and dK.
-"""
 
 Ends = tuple[int, int]
 """Ranks at the ends of a send: (source, target)."""

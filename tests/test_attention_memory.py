@@ -1,5 +1,8 @@
 """Peak memory of attention in live bytes: UPipe against Ulysses, WallFacer against Ring."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,10 @@ from armillary.attention import Projected, Ring, Ulysses, UPipe, WallFacer
 from armillary.attention.parts import GradientSums
 from armillary.models import LlamaConfig
 from armillary.models.parts import HeadProjections
-from armillary.plan.memory import LiveBytes, attention_intermediates, memory_before_attention
+from armillary.plan.memory import LiveBytes
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from attention_memory import attention_intermediates, memory_before_attention
 
 
 def upipe(heads: int, key_heads: int, stage: int, prefetch: bool = False) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,7 @@ from armillary.core.parts import simulating
 from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.parts import HeadProjections
-from armillary.plan.memory.simulation.live_bytes import LiveBytes
-from armillary.plan.memory.simulation.simulate import Job, SimulatedStep
-from armillary.plan.memory.simulation.simulated_flash import SimulatedFlash
-from armillary.plan.memory.simulation.torch_private import patch_method
+from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, SimulatedStep
 
 Build = Callable[[DeviceMesh], Method]
 """Builds an attention method on a mesh."""
@@ -98,7 +96,7 @@ def memory_before_attention(
     with fake_world(**axes) as mesh:
         step = SimulatedStep.of(job, mesh)
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, simulating(), LiveBytes() as live, patch_method(Ring, "forward", with_snapshot):
+        with fake, simulating(), LiveBytes() as live, patch.object(Ring, "forward", with_snapshot(Ring.forward)):
             step.allocate_state()
             step.loss().backward()
     # Forward takes one snapshot per block. Backward recomputes the last block first, so that is the next snapshot.

@@ -1,1 +1,0 @@
-"""Predicted seconds of a communication plan and of a whole training step."""

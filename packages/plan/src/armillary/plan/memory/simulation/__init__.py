@@ -1,1 +1,0 @@
-"""A training step on fake tensors, with its live bytes counted by category."""

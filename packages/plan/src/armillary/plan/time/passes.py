@@ -1,0 +1,211 @@
+"""The time of one block's attention, forward and backward, and for a hybrid that of its layers with a state.
+
+`passes_of` times a method's communication plan on a cluster. For a hybrid it adds the plans of recurrent layers, and of
+hidden states that move between attention's layout and theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Literal
+
+import torch
+
+from armillary.attention import AttentionMask, AttentionShape, CommPlan
+from armillary.attention.parts import default_margin
+from armillary.attention.plans import Step
+from armillary.core import SequenceLayout
+from armillary.core.parts import PHASES
+from armillary.models import LlamaConfig, Mixer, StateConfig
+from armillary.models.parts import Policy
+from armillary.plan.cluster import Cluster
+from armillary.plan.memory import Job
+from armillary.plan.time.clocks import PassTime, plan_seconds
+from armillary.states import halo_comm_plan, relayout_comm_plan, state_comm_plan
+
+FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
+"""FLOPs per visible (query, key) pair, head and element of head dim. A matrix product takes 2: a multiply and an add.
+
+Forward has two products: Q K^T and P V. Backward has five, as FlashAttention-2 (arXiv 2307.08691) counts them: Q K^T
+again, dV, dP, dQ and dK.
+"""
+
+SentBytes = tuple[tuple[int, ...], tuple[int, ...]]
+"""Bytes that each rank sends: (by rank in forward, by rank in backward)."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Time of one block's attention, forward and backward, and of a hybrid's other mixers.
+
+    Args:
+        overlap: True if forward sends while it computes.
+        sent_bytes: bytes that each rank sends, in forward and in backward.
+        checkpointed: the passes under a checkpoint policy; None if they are these.
+        states: passes of a block of each recurrent mixer.
+        relayout: one move of hidden states between attention's layout and the layout of recurrent layers (forward), and
+            the move of their gradients (backward).
+        relayouts: number of such moves in the model's forward; its backward has as many.
+    """
+
+    forward: PassTime
+    backward: PassTime
+    overlap: bool = True
+    sent_bytes: SentBytes = ((), ())
+    checkpointed: Passes | None = None
+    states: Mapping[Mixer, Passes] = field(default_factory=dict[Mixer, "Passes"])
+    relayout: Passes | None = None
+    relayouts: int = 0
+
+    def both(self) -> PassTime:
+        """Time of forward and backward together."""
+        return self.forward + self.backward
+
+    def at(self, mixer: Mixer, policy: Policy) -> Passes:
+        """Returns the passes of a block with this mixer under a checkpoint policy."""
+        return self.states.get(mixer) or (self.checkpointed if policy != "none" else None) or self
+
+
+def passes_of(
+    job: Job,
+    cluster: Cluster,
+    layout: str = "zigzag",
+    kernel: str | None = None,
+    margin: int | None = None,
+    mask: AttentionMask | None = None,
+) -> Passes:
+    """Returns the time of a block's attention in forward and backward, and for a hybrid that of its other mixers.
+
+    If a persistent kernel leaves NCCL no multiprocessors (margin 0), forward hides no communication: NCCL's kernels
+    start when it ends. For layers with a state, assumes that recurrences run at the speed of matrix products, with the
+    FLOPs of a token-by-token recurrence (chunked kernels compute more), and that computation hides none of these: the
+    exchange of states, the exchange of the short convolution, and moves of hidden states between layouts.
+
+    Args:
+        job: a step whose attention is an `AttentionChoice`.
+        layout: layout of the sequence over the ring.
+        kernel: name of the kernel; by default the fastest that torch ships.
+        margin: multiprocessors that a persistent kernel leaves to NCCL; None: `default_margin`.
+        mask: mask of the rows of a rank; by default causal.
+
+    Raises:
+        ValueError: a layout that layers with a state do not support.
+    """
+    model, method, mask = job.model, job.method, mask or AttentionMask()
+    ring, ulysses, tp = (job.axes.get(name, 1) for name in ("ring", "ulysses", "tp"))
+    # 1. The method's communication plan, which each group of ring x ulysses ranks runs. Groups along replicate, shard
+    # and tp run it at the same time and share the links between nodes.
+    shape = AttentionShape.of(
+        method.layout(job.length, ring, layout, mask),
+        mask,
+        heads=model.heads // tp,
+        kv_heads=model.kv_heads // tp,
+        head_dim=model.head_dim,
+        dtype=job.precision,
+        batch=job.rows,
+    )
+    comm_plan, checkpointed_plan = (
+        method.comm_plan(shape, ring, ulysses),
+        method.checkpointed_comm_plan(shape, ring, ulysses),
+    )
+    # 2. Its time, by the seconds of a (query, key) pair of one head: its FLOPs over the FLOP/s that the kernel attains.
+    device, copies = cluster.accelerator, cluster.ranks // (ring * ulysses)
+    margin = default_margin(ring) if margin is None else margin
+    overlap = margin > 0 or not device.is_persistent(kernel)
+    forward_share, backward_share = device.attention_shares(job.length, kernel, margin)
+    forward_pair = FORWARD_FLOPS * model.head_dim / (device.flops * forward_share)
+    backward_pair = BACKWARD_FLOPS * model.head_dim / (device.flops * backward_share)
+
+    def time(plan: CommPlan) -> Passes:
+        return Passes(
+            plan_seconds(plan.forward, cluster, forward_pair, copies, overlap, stride=tp),
+            plan_seconds(plan.backward, cluster, backward_pair, copies, stride=tp),
+            overlap,
+            sent_bytes(plan, ring * ulysses),
+        )
+
+    passes = time(comm_plan)
+    if checkpointed_plan is not None:
+        passes = replace(passes, checkpointed=time(checkpointed_plan))
+    if not isinstance(model, LlamaConfig) or model.states is None:
+        return passes
+    # 3. Layers with a state. Outside of attention, ranks on the head axis divide a shard among them.
+    attention_layout = shape.layout if ulysses == 1 else shape.layout.refine(ulysses)
+    state_layout = attention_layout
+    if job.contiguous_states:
+        state_layout = SequenceLayout.contiguous(job.length, attention_layout.shards)
+    states = {
+        mixer: state_passes(mixer, model.states, state_layout, cluster, job.rows, tp, job.precision, mask)
+        for mixer in dict.fromkeys(model.mixers)
+        if mixer != "attention"
+    }
+    passes = replace(passes, states=states)
+    if state_layout == attention_layout:
+        return passes
+    # 4. With two layouts, hidden states move between them.
+    plan = relayout_comm_plan(attention_layout, state_layout, job.rows * model.dim * job.precision.itemsize)
+    return replace(passes, relayout=exchange_passes(plan, cluster, state_layout, tp), relayouts=relayouts(model))
+
+
+def relayouts(model: LlamaConfig) -> int:
+    """Number of times that hidden states move in forward, from attention's layout to that of states or back."""
+    # The sequence begins and ends in attention's layout.
+    has_state = [False, *(model.mixer_of(i) != "attention" for i in range(model.layers)), False]
+    return sum(a != b for a, b in pairwise(has_state))
+
+
+@lru_cache(maxsize=1024)  # candidates that differ in the method have equal layouts
+def state_passes(
+    mixer: Mixer,
+    states: StateConfig,
+    layout: SequenceLayout,
+    cluster: Cluster,
+    rows: int,
+    tp: int,
+    precision: torch.dtype,
+    mask: AttentionMask,
+) -> Passes:
+    """Time of a layer with a state. Its backward computes the recurrence again."""
+    layer: Literal["ssd", "gated_delta_rule"] = "ssd" if mixer == "mamba2" else "gated_delta_rule"
+    channels = (2 * states.keys + states.values) // tp
+    halo = halo_comm_plan(layout, states.conv_width - 1, channels, precision, rows, mask)
+    scan = state_comm_plan(
+        layer,
+        layout,
+        heads=states.heads // tp,
+        key_dim=states.key_dim,
+        value_dim=states.value_dim,
+        batch=rows,
+        mask=mask,
+    )
+    # Forward exchanges the halo (the tokens before each run, for the short convolution), then states and maps. Backward
+    # has the opposite order.
+    plan = CommPlan((*halo.forward, *scan.forward), (*scan.backward, *halo.backward))
+    exchanges, device = exchange_passes(plan, cluster, layout, tp), cluster.accelerator
+    # `flops_per_token` counts forward once and backward twice, so a third of it is forward. The rank with the most
+    # tokens determines the time.
+    flops = states.flops_per_token(mixer) / 3 / tp * max(layout.sizes) * rows
+    compute = flops / (device.flops * device.matmul)
+    # Backward recomputes the recurrence, and differentiates it in twice the time.
+    return replace(
+        exchanges, forward=exchanges.forward + PassTime(compute), backward=exchanges.backward + PassTime(3 * compute)
+    )
+
+
+def exchange_passes(plan: CommPlan, cluster: Cluster, layout: SequenceLayout, tp: int) -> Passes:
+    """Time of a plan that only communicates, and so is exposed. All groups of `layout.shards` ranks run it at once."""
+
+    def exposed(steps: Sequence[Step]) -> PassTime:
+        seconds = plan_seconds(steps, cluster, 0.0, cluster.ranks // layout.shards, stride=tp).exchange
+        return PassTime(exposed=seconds, exchange=seconds)
+
+    return Passes(exposed(plan.forward), exposed(plan.backward), sent_bytes=sent_bytes(plan, layout.shards))
+
+
+def sent_bytes(plan: CommPlan, ranks: int) -> SentBytes:
+    """Bytes that each of a plan's ranks sends, in forward and in backward."""
+    forward, backward = (tuple(plan.bytes(rank, phase=phase) for rank in range(ranks)) for phase in PHASES)
+    return forward, backward
