@@ -31,11 +31,8 @@ class UlyssesPlan(HeadPlan):
         moves = HeadMoves(work, ranks)
         heads = moves.heads
         queries, keys = (moves.sizes, heads.queries), (moves.key_sizes, heads.keys)
-        q, v, e = (
-            work.batch * work.head_dim,
-            work.batch * work.value_dim,
-            work.e,
-        )  # elements of one token and head; bytes
+        q, v = work.batch * work.head_dim, work.batch * work.value_dim  # elements of one token and head, over all rows
+        e = work.e  # bytes of an element
         # 1. q, k and v to heads.
         qkv = (
             moves.to_heads(*queries, "q", q * e),
@@ -88,11 +85,8 @@ class UPipePlan(HeadPlan):
 
     def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
         moves, stages = HeadMoves(work, ranks), stages_of(work.key_heads, ranks, self.heads_per_stage)
-        q, v, e = (
-            work.batch * work.head_dim,
-            work.batch * work.value_dim,
-            work.e,
-        )  # elements of one token and head; bytes
+        q, v = work.batch * work.head_dim, work.batch * work.value_dim  # elements of one token and head, over all rows
+        e = work.e  # bytes of an element
         inner_plan = cache(partial(moves.inner_plan, inner))  # most stages are equal
         forward, backward, plans = list[StageSteps](), list[StageSteps](), list[CommPlan]()
         for stage in stages:
@@ -115,11 +109,12 @@ class UPipePlan(HeadPlan):
             stage_heads = [heads.queries for heads in stage.by_rank]
             # 3. Back to tokens: out; in backward dq, and dk and dv of keys whose round ends. Gradients of a key head
             #    that several ranks share are partial sums, which are sent in the accumulation dtype.
-            returned, key_bytes = stage.returned_keys, work.a if stage.returned_keys.has_shared_heads else e
+            returned_keys = (moves.key_sizes, stage.returned_keys.ranges)
+            key_bytes = work.a if stage.returned_keys.has_shared_heads else e
             grads = [
                 moves.to_tokens(*queries, "dq", q * e),
-                moves.to_tokens(moves.key_sizes, returned.ranges, "dk", q * key_bytes),
-                moves.to_tokens(moves.key_sizes, returned.ranges, "dv", v * key_bytes),
+                moves.to_tokens(*returned_keys, "dk", q * key_bytes),
+                moves.to_tokens(*returned_keys, "dv", v * key_bytes),
             ]
             out = [moves.to_tokens(*queries, "out", v * e)]
             forward.append((sent, of_heads(plan.forward, stage_heads), out))
