@@ -9,9 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[1] / "packages"
 RUN_BY_A_STEP = [
     "core/src/armillary/core/collectives",
-    "core/src/armillary/core/accumulate.py",
     "core/src/armillary/core/gradients.py",
-    "core/src/armillary/core/token_ranges.py",
+    "core/src/armillary/core/move_tables.py",
+    "core/src/armillary/core/spans.py",
+    "core/src/armillary/core/token_chunks.py",
     "attention/src/armillary/attention/call/recompute.py",
     "attention/src/armillary/attention/kernels",
     "attention/src/armillary/attention/methods",
@@ -31,7 +32,7 @@ METHODS = {"item", "tolist", "nonzero", "cpu", "record_stream", "synchronize", "
 
 ALLOWED = {
     "attention/call/recompute.py: tolist": "random states, which are on the host",
-    "core/token_ranges.py: tolist": "numbers on the host",
+    "core/spans.py: tolist": "numbers on the host",
     "core/gradients.py: tolist": "ranks of a mesh, on the host",
     "attention/tiling/tiles.py: tolist": "numbers on the host",
     "attention/tiling/grid.py: tolist": "numbers on the host",
