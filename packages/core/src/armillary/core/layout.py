@@ -66,18 +66,7 @@ class SequenceLayout:
         self.sizes = tuple(sum(map(len, shard)) for shard in self.spans_by_shard)
         self.ends = (0, *accumulate(self.sizes))
         self.length = self.ends[-1]
-        # Together the spans must start at 0 and have no gap. `missing_position` also refuses repeated positions.
-        if not self.spans_by_shard:
-            raise ValueError("a layout needs at least one shard; got none")
-        if 0 in self.sizes:
-            empty = self.sizes.index(0)
-            raise ValueError(f"shard {empty} of {self.shards} has no positions; every shard needs at least one")
-        all_spans = [span for spans in self.spans_by_shard for span in spans]
-        first = min(span[0] for span in all_spans)
-        if first != 0:
-            raise ValueError(f"positions must start at 0; the smallest one here is {first}")
-        if (gap := missing_position(all_spans)) is not None:
-            raise ValueError(f"no shard has position {gap} of {max(span[-1] for span in all_spans) + 1}")
+        self._check()
         self.text = ";".join(",".join(map(span_text, shard)) for shard in self.spans_by_shard)
         numbers: list[int] = []
         for shard in self.spans_by_shard:
@@ -91,6 +80,21 @@ class SequenceLayout:
         # Every attention call looks up caches by layout, and a layout may have thousands of spans. Python hashes a
         # string once. Nothing is hashed in `__init__`, at which dynamo before torch 2.13 would break a graph.
         return hash(self.text)
+
+    def _check(self) -> None:
+        """Raises ValueError unless the shards partition the sequence. A layout of some positions overrides this."""
+        # Together the spans must start at 0 and have no gap. `missing_position` also refuses repeated positions.
+        if not self.spans_by_shard:
+            raise ValueError("a layout needs at least one shard; got none")
+        if 0 in self.sizes:
+            empty = self.sizes.index(0)
+            raise ValueError(f"shard {empty} of {self.shards} has no positions; every shard needs at least one")
+        all_spans = [span for spans in self.spans_by_shard for span in spans]
+        first = min(span[0] for span in all_spans)
+        if first != 0:
+            raise ValueError(f"positions must start at 0; the smallest one here is {first}")
+        if (gap := missing_position(all_spans)) is not None:
+            raise ValueError(f"no shard has position {gap} of {max(span[-1] for span in all_spans) + 1}")
 
     def __repr__(self) -> str:
         shards = "; ".join(", ".join(map(span_text, spans)) for spans in self.spans_by_shard[:8])
