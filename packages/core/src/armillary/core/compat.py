@@ -545,11 +545,6 @@ def outside_graphs(function: F) -> F:
     return cast(F, call)
 
 
-def outside_old_graphs(function: F) -> F:
-    """`outside_graphs` before torch 2.13, whose dynamo fails at `NamedTuple._replace` after a break of the graph."""
-    return function if torch.__version__ >= "2.13" else outside_graphs(function)
-
-
 def dtensors_outside_graphs(function: F) -> F:
     """Decorator of functions that torch.compile runs eagerly if their first argument is a DTensor."""
     disabled = _disable_dynamo(function)
