@@ -356,7 +356,7 @@ def attempt(passes: Callable[[], list[float]], ranks: Ranks, device: torch.devic
     """Runs the passes of a candidate. Returns their seconds or, if an error ends them, its first line."""
     try:
         seconds = passes()
-        ranks.barrier()  # no rank leaves the group while another still uses it
+        ranks.on_all(lambda: None)  # no rank leaves the group while another still uses it
         outcome = Outcome(seconds)
     except (ValueError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
