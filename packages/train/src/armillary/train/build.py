@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method
+from armillary.attention.parts import choose_kernel
 from armillary.core import Axis, SequenceLayout, accumulation_dtype, build_mesh, start_process_group, world_size
 from armillary.data import Batch, PackedSequences, TokenStore, check_length, python_corpus
 from armillary.data.console import flag_in_errors
@@ -36,10 +37,10 @@ from armillary.train.config.sections import Config, DataConfig, ModelConfig
 from armillary.train.device import (
     CONNECTIONS,
     allocator_settings,
-    check_kernel,
     choose_device,
     connections,
     cuda_setup,
+    inputs_of,
     kernel_with_sm_margin,
     set_allocator,
 )
@@ -109,6 +110,17 @@ def prepare(config: Config, device: torch.device) -> Run:
     optimizer = build_optimizer(model, config.optimizer)
     data_axis = Axis.of(data_mesh(mesh))  # all ranks that have different tokens
     return Run(config, device, data_axis, model, optimizer, training, validation)
+
+
+def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> None:
+    """Checks that the configured kernel can run the model's attention on this device. Communicates nothing.
+
+    Raises:
+        ValueError: the kernel cannot; the message names the flag, the reason, and kernels that can.
+    """
+    model = model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
+    with flag_in_errors(f"--parallel.kernel {config.parallel.kernel}"):
+        choose_kernel(inputs_of(config, model, dtype, device), config.parallel.kernel)
 
 
 def mesh_of(config: Config, device: torch.device, axes: dict[str, int]) -> DeviceMesh:

@@ -6,7 +6,7 @@ import os
 import resource
 import sys
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,10 +18,10 @@ from armillary.attention.parts import (
     default_margin,
 )
 from armillary.core.parts import binds_device
-from armillary.data.console import flag_in_errors
 from armillary.models import GPTConfig, LlamaConfig
-from armillary.train.config.check import model_config
-from armillary.train.config.sections import Config, CudaConfig, TrainConfig
+
+if TYPE_CHECKING:  # checks of a GPU import this module in environments without pydantic
+    from armillary.train.config.sections import Config, CudaConfig, TrainConfig
 
 
 def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.device:
@@ -109,17 +109,6 @@ def cuda_setup(config: Config, ring: int) -> CudaSetup:
 def connections(settings: CudaConfig) -> int:
     """Returns the number of the GPU's work queues, from the environment or else from the configuration."""
     return int(os.environ.get(CONNECTIONS) or settings.connections)
-
-
-def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> None:
-    """Checks that the configured kernel can run the model's attention on this device. Communicates nothing.
-
-    Raises:
-        ValueError: the kernel cannot; the message names the flag, the reason, and kernels that can.
-    """
-    model = model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
-    with flag_in_errors(f"--parallel.kernel {config.parallel.kernel}"):
-        choose_kernel(inputs_of(config, model, dtype, device), config.parallel.kernel)
 
 
 def sm_margin(config: Config, ring: int) -> int:

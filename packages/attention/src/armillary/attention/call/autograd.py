@@ -70,6 +70,8 @@ def project(
         return attend(method, q, k, v, sinks, options)[0]
     projection_parts = projections.parts() if isinstance(projections, Traceable) else None
     if projection_parts is None:  # an op cannot rebuild the projections: a graph break
+        from armillary.attention.call.eager_only import project_outside_graphs
+
         return project_outside_graphs(method, x, projections, sinks, options)
     check_sinks(sinks, projections.heads, x.device)
     heads = projections.heads, projections.key_heads, projection_parts.head_dim
@@ -100,9 +102,6 @@ def project_eagerly(
     while call.prefetched:
         call.prefetched.pop()()
     return out
-
-
-project_outside_graphs = compat.outside_graphs(project_eagerly)
 
 
 def run(call: AttentionCall | ProjectedCall, sinks: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
