@@ -70,9 +70,9 @@ def project(
         return attend(method, q, k, v, sinks, options)[0]
     projection_parts = projections.parts() if isinstance(projections, Traceable) else None
     if projection_parts is None:  # an op cannot rebuild the projections: a graph break
-        from armillary.attention.call.eager_only import project_outside_graphs
+        from armillary.attention.call.eager_only import outside_graphs
 
-        return project_outside_graphs(method, x, projections, sinks, options)
+        return outside_graphs(project_eagerly, method, x, projections, sinks, options)
     check_sinks(sinks, projections.heads, x.device)
     heads = projections.heads, projections.key_heads, projection_parts.head_dim
     projected = autocast_name(x), *heads, len(projection_parts.tensors)
