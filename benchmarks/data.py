@@ -33,7 +33,7 @@ from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance
 from armillary.data import ByteTokenizer, PackedSequences, TokenStore, Vocabulary, open_store, python_corpus
 from armillary.data.console.units import count_argument
-from armillary.data.formats.folder import Part, StoreWriter
+from armillary.data.formats.store_folder import Part, StoreWriter
 from armillary.data.prepare import Preparation, prepare
 from armillary.data.text.tokenizer import decode_utf8, train_bpe
 

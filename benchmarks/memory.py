@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention import Method, Ring, Ulysses, UPipe, WallFacer
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.plan.memory import simulate
-from armillary.plan.memory.command import MemoryOptions, plan_memory
-from armillary.plan.search.command import stored_text
+from armillary.plan.memory.cli import MemoryOptions, plan_memory
+from armillary.plan.search.cli import stored_text
 from armillary.plan.search.search import SearchOptions, search
 
 Row = dict[str, Any]

@@ -104,7 +104,7 @@ def models() -> None:
 
 
 def train() -> None:
-    from armillary.train.command import main
+    from armillary.train.cli import main
 
     main(["--train.steps", "2", "--data.sequence-length", "128", "--train.output", "outputs"])
 

@@ -4,7 +4,7 @@ import os
 import sys
 from pathlib import Path
 
-from armillary.train.command import main
+from armillary.train.cli import main
 
 Path(f"rank-{os.environ['RANK']}.pid").write_text(str(os.getpid()))
 main(sys.argv[1:])

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.run import main as run_torchrun
 from torch.distributed.run import parse_args
 
-import armillary.train.command
+import armillary.train.cli
 import armillary.train.trainer  # noqa: F401  ranks are forked from a server that imports these modules
 from armillary.core.testing import fork_context
 

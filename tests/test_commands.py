@@ -13,19 +13,19 @@ from armillary.data import cli as data
 from armillary.data.console import parse
 from armillary.data.loader.batches import check_minimum
 from armillary.plan import cli as plan
+from armillary.plan.arguments import amount
 from armillary.plan.memory import Job, StepMemory, estimate
-from armillary.plan.memory.command import MemoryOptions
+from armillary.plan.memory.cli import MemoryOptions
 from armillary.plan.memory.simulate import Progress
 from armillary.plan.prediction import RunOptions
-from armillary.plan.presets import amount
 from armillary.plan.search.search import SearchOptions
 from armillary.plan.tune import main as tune
 from armillary.plan.tune import read_options as read_tune_options
-from armillary.train import command as train
+from armillary.train import cli as train
 from armillary.train import generate
 from armillary.train.checkpoint import export
 from armillary.train.checkpoint.export import Export
-from armillary.train.command import read_command
+from armillary.train.cli import read_command
 from armillary.train.config import check_limits, read_run
 from armillary.train.generate import read_generate
 from conformance import command as conformance
@@ -135,7 +135,7 @@ def run_command(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize(("command", "cells"), TABLES.items())
 def test_tables_are_complete_on_a_pipe_and_in_80_columns(command, cells, capsys, monkeypatch):
-    monkeypatch.setattr("armillary.plan.memory.command.simulate", by_formulas)  # a thousand times faster
+    monkeypatch.setattr("armillary.plan.memory.cli.simulate", by_formulas)  # a thousand times faster
     Path("a.txt").write_text("x" * 100)
     if "store" in command:
         data.main(["prepare", "a.txt", "-o", "store", "--workers", "1"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from launches import Launch, agent
 
-from armillary.train.command import main
+from armillary.train.cli import main
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 STEP = re.compile(

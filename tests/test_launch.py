@@ -13,7 +13,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from armillary.train import Config
-from armillary.train.command import read_command
+from armillary.train.cli import read_command
 
 LAUNCH = Path(__file__).parent.parent / "launch"
 

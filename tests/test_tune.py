@@ -6,7 +6,7 @@ import pytest
 from launches import Launch, agent
 
 from armillary.plan import tune
-from armillary.train.command import read_command
+from armillary.train.cli import read_command
 
 SMALL = ["--model.dim", "32", "--model.layers", "1", "--data.sequence-length", "64", "--train.device", "cpu"]
 FAILING = """

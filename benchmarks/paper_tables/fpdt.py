@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from armillary.plan import Cluster
-from armillary.plan.presets import Model, model_of
+from armillary.plan.arguments import Model, model_of
 from paper_tables.steps import Step
 
 CHUNK = 2**16

@@ -7,9 +7,9 @@ from functools import cache
 
 from armillary.models import Checkpointing
 from armillary.plan import Cluster
+from armillary.plan.arguments import model_of
 from armillary.plan.memory import AttentionChoice, Estimate, Job, estimate
 from armillary.plan.memory.room import Room
-from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import Mesh
 from armillary.plan.time.passes import passes_of
 from armillary.plan.time.step_time import StepTime, step_time

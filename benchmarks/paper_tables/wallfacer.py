@@ -15,9 +15,9 @@ from armillary.attention.plans import Placement, Sizes
 from armillary.core import SequenceLayout
 from armillary.models import Checkpointing
 from armillary.plan import Cluster
+from armillary.plan.arguments import model_of
 from armillary.plan.memory import AttentionChoice, Job, estimate
 from armillary.plan.memory.room import Room
-from armillary.plan.presets import model_of
 from paper_tables.steps import Step, predicted
 from paper_tables.table import NOT_AVAILABLE, Paper, Row, Table
 

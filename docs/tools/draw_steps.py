@@ -27,7 +27,7 @@ from armillary.attention.methods.ring import Backward
 from armillary.attention.plans import MethodOptions, NamedMethod, Placement, named_method
 from armillary.core.parts import writing
 from armillary.data.console import exit_on_error, parse
-from armillary.plan.presets import amount
+from armillary.plan.arguments import amount
 from armillary.train.config import Count, CountOrNone, check_limits
 
 PROGRAM = "python docs/tools/draw_steps.py"

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from armillary.attention.call.sources import write_heads
+from armillary.attention.call.qkv_sources import write_heads
 from armillary.attention.call.spec import key_heads_of
 from armillary.attention.methods.head_shards import RankHeads, Stage, stages_of
 from armillary.attention.parts import head_slices, select_heads

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout
 from armillary.data import IGNORE, PackedSequences, TokenStore, Vocabulary
-from armillary.data.formats.folder import BLOCK
+from armillary.data.formats.store_folder import BLOCK
 
 PADDING = 10**9
 """The end of document of numbered stores, which differs from every token, so that tests recognize padding."""

@@ -7,7 +7,7 @@ import pytest
 from data_stores import numbered, read_rows, single_rank_rows, write_folder
 
 from armillary.data import ByteTokenizer, Vocabulary, is_store, open_store, verify_folder
-from armillary.data.formats import folder as format_of_folders
+from armillary.data.formats import store_folder as format_of_folders
 
 LENGTHS = [3, 0, 70, 1, 40]
 DOCUMENTS = [numbered(LENGTHS).read(i, 0, length).tolist() for i, length in enumerate(LENGTHS)]

@@ -24,7 +24,7 @@ from armillary.attention import AttentionMask, ContextParallel, Local, Ring, Uly
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, value_errors
 from armillary.integrations import ContextParallelTrainer, register_transformers
-from armillary.integrations.inputs import shard_inputs
+from armillary.integrations.shard_inputs import shard_inputs
 from armillary.integrations.testing import accelerated
 
 transformers = pytest.importorskip("transformers")

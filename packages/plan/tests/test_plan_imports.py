@@ -22,7 +22,7 @@ except SystemExit as stop:
     [
         ("armillary.plan.cli", "--modle", (*COMPILER, "torch.distributed._tools", "armillary.train.trainer")),
         ("armillary.plan.cli", "serach", (*SLOW, "torch.distributed.tensor")),
-        ("armillary.train.command", "--modle", SLOW),
+        ("armillary.train.cli", "--modle", SLOW),
     ],
 )
 def test_wrong_arguments_import_no_slow_module(module, word, slow):

@@ -9,11 +9,11 @@ import pytest
 
 from armillary.data.console import short
 from armillary.models import Checkpointing
+from armillary.plan.arguments import MODELS, cluster_of, model_of
 from armillary.plan.cli import main
 from armillary.plan.memory import AttentionChoice, Job, StepMemory, estimate
-from armillary.plan.memory.command import MemoryOptions, as_dict, mesh_axes, plan_memory, show
+from armillary.plan.memory.cli import MemoryOptions, as_dict, mesh_axes, plan_memory, show
 from armillary.plan.memory.room import DoesNotFitError, Room, longest_fit, more_devices
-from armillary.plan.presets import MODELS, cluster_of, model_of
 
 
 def test_short_numbers():
@@ -96,7 +96,7 @@ def test_figures_of_a_sequence_that_fits_nowhere_do_not_overflow(capsys):
     ],
 )
 def test_commands_without_a_fit_exit_with_1_and_name_enough_accelerators(capsys, monkeypatch, argv):
-    monkeypatch.setattr("armillary.plan.memory.command.simulate", by_formulas)
+    monkeypatch.setattr("armillary.plan.memory.cli.simulate", by_formulas)
     with pytest.raises(SystemExit) as stop:
         main([*argv.split(), "--cluster", "8xh100"])
     output = "".join(capsys.readouterr())
@@ -139,6 +139,6 @@ def test_the_result_as_a_table_or_json(capsys):
 
 
 def test_the_command_finds_the_longest_sequence(capsys, monkeypatch):
-    monkeypatch.setattr("armillary.plan.memory.command.simulate", by_formulas)
+    monkeypatch.setattr("armillary.plan.memory.cli.simulate", by_formulas)
     main(["memory", "--model", "debug", "--tokens", "64k", "--max-context", "--host-memory", "120GB"])
     assert "the host's memory" in capsys.readouterr().out

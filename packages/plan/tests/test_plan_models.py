@@ -10,14 +10,14 @@ import torch
 from armillary.models import Checkpointing, GPTConfig, LinearScaling, LlamaConfig, StateConfig
 from armillary.models.hub.configs import FAMILIES
 from armillary.models.parts import describe
+from armillary.plan.arguments import cluster_of, model_of
 from armillary.plan.cli import main
 from armillary.plan.memory import AttentionChoice, Job, estimate
-from armillary.plan.memory.command import MemoryOptions, plan_memory
+from armillary.plan.memory.cli import MemoryOptions, plan_memory
 from armillary.plan.memory.room import Room, fewer_tokens, fitting_method, fitting_policy
-from armillary.plan.presets import cluster_of, model_of
 from armillary.plan.search.search import SearchOptions, search
 from armillary.plan.search.trainer_config import trainer_config, write_choice
-from armillary.train.command import read_command
+from armillary.train.cli import read_command
 
 LLAMA = LlamaConfig(
     vocab_size=512, dim=128, layers=2, heads=8, kv_heads=4, hidden_dim=256, max_positions=4096, rope_theta=5e5

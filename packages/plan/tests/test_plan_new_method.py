@@ -28,11 +28,11 @@ from armillary.models import Checkpointing, LlamaConfig
 from armillary.plan.cli import main
 from armillary.plan.memory import AttentionChoice, Job, estimate, simulate
 from armillary.plan.search.candidates import candidates
-from armillary.plan.search.command import heading
+from armillary.plan.search.cli import heading
 from armillary.plan.search.search import SearchOptions, search
 from armillary.plan.tune import Measurement, read_options, tune
 from armillary.train import Config, DataConfig, ModelConfig, TrainConfig
-from armillary.train.command import read_command
+from armillary.train.cli import read_command
 from conformance import cases, check
 from conformance.compositions import named
 

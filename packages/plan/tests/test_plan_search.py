@@ -23,14 +23,14 @@ from armillary.data.prepare import prepare as prepare_store
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.activation_checkpoint.policy import segment_sizes
 from armillary.plan import Cluster
+from armillary.plan.arguments import model_of
 from armillary.plan.cli import USAGE, main
 from armillary.plan.memory import AttentionChoice, Estimate, Job
-from armillary.plan.memory.command import MemoryOptions
+from armillary.plan.memory.cli import MemoryOptions
 from armillary.plan.memory.room import Room, fit_policy, largest
 from armillary.plan.prediction import RunOptions
-from armillary.plan.presets import model_of
 from armillary.plan.search.candidates import candidates
-from armillary.plan.search.command import as_dict, draw, figures, policy_rows, stored_text
+from armillary.plan.search.cli import as_dict, draw, figures, policy_rows, stored_text
 from armillary.plan.search.search import SearchOptions, search
 from armillary.plan.search.trainer_config import RECIPES, command_line, trainer_config, write_choice
 from armillary.plan.time.clocks import PassTime, all_gather_seconds, plan_seconds
@@ -38,7 +38,7 @@ from armillary.plan.time.passes import FORWARD_FLOPS, Passes, passes_of
 from armillary.plan.time.step_time import step_time
 from armillary.plan.tune import TuneOptions
 from armillary.plan.tune import read_options as read_tune_options
-from armillary.train.command import read_command
+from armillary.train.cli import read_command
 from armillary.train.config import read_run
 
 # -- against measurements of papers -----------------------------------------------------------------------------------

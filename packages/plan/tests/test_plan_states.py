@@ -15,9 +15,9 @@ from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig
 from armillary.plan import Cluster
 from armillary.plan.cli import main
 from armillary.plan.memory import AttentionChoice, Job, StepMemory, estimate
-from armillary.plan.memory import command as command_module
-from armillary.plan.memory.command import MemoryOptions, plan_memory
-from armillary.plan.memory.state_memory import gathered_bytes
+from armillary.plan.memory import cli as command_module
+from armillary.plan.memory.cli import MemoryOptions, plan_memory
+from armillary.plan.memory.recurrent_memory import gathered_bytes
 from armillary.plan.search.candidates import Layout, Mesh
 from armillary.plan.search.search import SearchOptions, search
 from armillary.plan.search.trainer_config import trainer_config

@@ -29,7 +29,7 @@ from armillary.train import (
     ValidationConfig,
     recipes,
 )
-from armillary.train.command import read_command
+from armillary.train.cli import read_command
 from armillary.train.parts import Ranks
 
 SMALL = Config(

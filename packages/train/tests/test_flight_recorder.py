@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.core.parts import compat
-from armillary.train import diagnosis
+from armillary.train import hang_diagnosis
 
 
 class HookedBackend(cast(Any, torch)._C._distributed_c10d.Backend):
@@ -44,11 +44,11 @@ def flight_records() -> tuple[list[str], dict[str, int]]:
         work.wait()
     dist.all_reduce(torch.ones(3))
     counts: dict[str, int] = {}
-    for entry in diagnosis.recorded_collectives():
+    for entry in hang_diagnosis.recorded_collectives():
         if not entry["profiling_name"].startswith("gloo") or entry["process_group"][1] == "default_pg":
             operation = entry["profiling_name"].partition(" ")[0]
             counts[operation] = max(counts.get(operation, 0), entry["p2p_seq_id"] or entry["collective_seq_id"])
-    return diagnosis.backend_names(), counts
+    return hang_diagnosis.backend_names(), counts
 
 
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="only torch 2.15 records backends that are not in its source")
@@ -66,9 +66,9 @@ def test_a_torch_with_one_recorder_is_read_too(monkeypatch):
     def dump(includeCollectives: bool, onlyActive: bool) -> bytes:
         return b'{"entries": [{"profiling_name": "gloo:barrier"}]}'
 
-    monkeypatch.setattr(diagnosis, "backend_names", lambda: ["gloo"])
+    monkeypatch.setattr(hang_diagnosis, "backend_names", lambda: ["gloo"])
     monkeypatch.setattr(private, "_dump_fr_trace_json", dump)
     monkeypatch.setattr(private, "_dump_nccl_trace_json", dump)
-    assert len(diagnosis.recorded_collectives()) == 2
+    assert len(hang_diagnosis.recorded_collectives()) == 2
     monkeypatch.delattr(private, "_dump_nccl_trace_json")
-    assert len(diagnosis.recorded_collectives()) == 1
+    assert len(hang_diagnosis.recorded_collectives()) == 1

@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from armillary.core.testing import fork_context
-from armillary.train import diagnosis
+from armillary.train import hang_diagnosis
 from armillary.train.checkpoint.checkpoints import Background
-from armillary.train.diagnosis import (
+from armillary.train.hang_diagnosis import (
     HEARTBEATS,
     Calls,
     Heartbeat,
@@ -98,7 +98,7 @@ def test_calls_are_counted_by_group_and_backend(monkeypatch):
     entries = [entry("gloo:all_reduce", 1), entry("gloo:barrier", 2, retired=False)]
     entries += [entry("nccl2:all_gather", 40), entry("nccl2:send 0->1", 40, 7, retired=False)]
     entries += [entry("nccl2:recv 0<-1", 40, 8)]
-    monkeypatch.setattr(diagnosis, "recorded_collectives", lambda: entries)
+    monkeypatch.setattr(hang_diagnosis, "recorded_collectives", lambda: entries)
     assert recorded_calls() == {
         "0 (gloo)": Calls(2, "gloo:barrier", True),
         "0 (nccl2)": Calls(40, "nccl2:recv 0<-1", True, messages=8),
@@ -225,7 +225,7 @@ def test_a_stop_signal_outside_of_the_main_thread_does_nothing():
 
 def test_the_current_stack_ends_where_the_main_thread_is():
     stack = current_stack()
-    assert location_of(stack).startswith("diagnosis.py:") and "current_stack" in location_of(stack)
+    assert location_of(stack).startswith("hang_diagnosis.py:") and "current_stack" in location_of(stack)
     assert not waits(stack)
 
 

@@ -53,7 +53,7 @@ from armillary.train.checkpoint.checkpoints import training_state
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.storage import Manifest, SavedTensors, checkpoint_fault, checksum
-from armillary.train.command import main
+from armillary.train.cli import main
 from armillary.train.lock import OutputLock
 from armillary.train.parts import Ranks, Watchdog
 from armillary.train.random_state import random_state

@@ -18,7 +18,7 @@ from armillary.train import (
     TrainConfig,
     recipes,
 )
-from armillary.train.command import RECIPES, Command, read_command
+from armillary.train.cli import RECIPES, Command, read_command
 from armillary.train.config import check_config, flat, overlay_settings
 from armillary.train.config.overlay import read_settings
 

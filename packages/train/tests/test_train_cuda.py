@@ -16,7 +16,7 @@ from armillary.models import LlamaConfig
 from armillary.models.block import Block
 from armillary.train import Config, CudaConfig, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, build
 from armillary.train import device as run_device
-from armillary.train.command import main
+from armillary.train.cli import main
 from armillary.train.config import check_config
 from armillary.train.device import CONNECTIONS, cuda_setup, set_allocator
 

@@ -10,7 +10,7 @@ import torch
 from armillary.core.testing import fake_world
 from armillary.models import Llama, LlamaConfig
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, recipes
-from armillary.train.command import main, read_command
+from armillary.train.cli import main, read_command
 from armillary.train.config import model_config
 from armillary.train.parts import choose_axes, dry_run, shard_model
 

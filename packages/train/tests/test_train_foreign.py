@@ -14,8 +14,8 @@ import pytest
 
 from armillary.core.parts import parse_json, parse_toml, read_json
 from armillary.data import TextTokenizer, open_store, read_documents
-from armillary.data.formats.folder import Header, map_file
 from armillary.data.formats.foreign import is_single_dataset
+from armillary.data.formats.store_folder import Header, map_file
 from armillary.data.prepare.sources import chunks
 from armillary.data.text.tokenizer import parse_definition, read_name
 from armillary.models.parts import ends_of_text, open_tensors

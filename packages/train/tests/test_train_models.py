@@ -39,7 +39,7 @@ from armillary.train import (
 )
 from armillary.train.build import vocabulary_size
 from armillary.train.checkpoint.export import main as export
-from armillary.train.command import read_command
+from armillary.train.cli import read_command
 from armillary.train.config import model_config
 from armillary.train.parts import open_stores
 

@@ -40,7 +40,7 @@ from armillary.train import (
     SaveConfig,
     TrainConfig,
 )
-from armillary.train import command as trainer
+from armillary.train import cli as trainer
 from armillary.train.build import vocabulary_size
 from armillary.train.checkpoint.export import main as export
 from armillary.train.checkpoint.folder import CheckpointFolder
@@ -52,7 +52,7 @@ from armillary.train.generate import main as generate
 from armillary.train.generate import run as continue_prompts
 from armillary.train.parts import open_stores
 from armillary.train.random_state import WORDS, random_state, set_random_state
-from armillary.train.tokenizer import TokenSource
+from armillary.train.run_tokenizer import TokenSource
 
 RUN = replace(SMALL, parallel=ParallelConfig(ring=2, ulysses=1), save=SaveConfig(every=1))
 """The run of two steps on two ranks in the folder `run`."""

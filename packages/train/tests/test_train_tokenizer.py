@@ -26,7 +26,7 @@ from armillary.train import (
 from armillary.train.checkpoint.export import main as export
 from armillary.train.generate import Generate
 from armillary.train.generate import run as generate
-from armillary.train.tokenizer import TokenSource
+from armillary.train.run_tokenizer import TokenSource
 
 TEXT = "  def main(x):\n    return 'é' + x  # 日本\n"
 SIZES = {"dim": 32, "layers": 1, "heads": 4, "kv_heads": 2, "hidden_dim": 48}

@@ -24,7 +24,7 @@ from armillary.train import (
     process_group,
     train_loop,
 )
-from armillary.train.command import read_command
+from armillary.train.cli import read_command
 from armillary.train.profiler import StepTrace
 
 TEXT = (Path(armillary.train.__file__).parent,)

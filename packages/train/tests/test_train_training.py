@@ -34,7 +34,7 @@ from armillary.train import (
     process_group,
     train_loop,
 )
-from armillary.train.command import main
+from armillary.train.cli import main
 from armillary.train.step import StepResult, train_step
 from armillary.train.trainer import BadSteps, StopSignal, validate
 

@@ -1,6 +1,6 @@
 """Exact attention over sequences sharded across ranks: Ring, Ulysses, and their compositions."""
 
-from armillary.attention.call.sources import Projected, Projections, TokenProjections
+from armillary.attention.call.qkv_sources import Projected, Projections, TokenProjections
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.context_parallel import ContextParallel, sdpa_parallel, sequence
 from armillary.attention.mask import AttentionMask, Slice

@@ -2,6 +2,7 @@
 # ruff: noqa: F401
 """Parts of attention that the packages above are built from."""
 
+from armillary.attention.call.qkv_sources import ProjectionParts, head_slices, select_heads, update_heads
 from armillary.attention.call.recompute import (
     GradientSums,
     RNGReplay,
@@ -9,7 +10,6 @@ from armillary.attention.call.recompute import (
     capture_autocast,
     outside_autocast,
 )
-from armillary.attention.call.sources import ProjectionParts, head_slices, select_heads, update_heads
 from armillary.attention.call.spec import AttentionOptions
 from armillary.attention.call.validation import check_call, over_all_ranks
 from armillary.attention.context_parallel.batch import IGNORED, ContextParallelBatch, documents_of_positions

@@ -28,7 +28,7 @@ from armillary.core.collectives.exchange import Exchange, FlatBuffer, ReceiveBuf
 from armillary.core.collectives.merge import merge_, start_merge_scatter
 from armillary.core.compat import imported_at_first_use
 from armillary.core.gradients import clip_gradients, sum_gradients
-from armillary.core.labels import LabelTriples
+from armillary.core.label_triples import LabelTriples
 from armillary.core.layout import SequenceLayout, attention_balance, attention_traffic
 from armillary.core.mesh import Axis, build_mesh, start_process_group, to_device, world_size
 from armillary.core.moves import halo, relayout, shift, short_convolution

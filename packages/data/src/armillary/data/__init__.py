@@ -2,7 +2,7 @@
 
 from armillary.core import LabelTriples
 from armillary.data.detection import is_store, open_store
-from armillary.data.formats.folder import verify_folder
+from armillary.data.formats.store_folder import verify_folder
 from armillary.data.loader.batches import Batch, Batches
 from armillary.data.loader.packed_sequences import PackedSequences, check_length
 from armillary.data.packing import best_fit, greedy, one_per_row

@@ -17,8 +17,8 @@ from armillary.data.console.exit import exit_on_error, one_line, print_lines
 from armillary.data.console.output import Bar, Column, print_table
 from armillary.data.console.parsing import parse, refuse_removed
 from armillary.data.detection import open_store
-from armillary.data.formats.folder import Header, is_folder, verify_folder
 from armillary.data.formats.foreign import is_arrow
+from armillary.data.formats.store_folder import Header, is_folder, verify_folder
 from armillary.data.inspection import (
     LayoutStatistics,
     bytes_per_token_hop,

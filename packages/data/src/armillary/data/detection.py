@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from armillary.data.errors import readable
-from armillary.data.formats.folder import ON_EVERY_RANK, Header, is_folder, open_folder, partial_folder
 from armillary.data.formats.foreign import is_arrow, megatron_prefix, open_arrow, open_megatron
+from armillary.data.formats.store_folder import ON_EVERY_RANK, Header, is_folder, open_folder, partial_folder
 from armillary.data.store import TokenStore
 from armillary.data.text.corpus import binary, read_documents
 from armillary.data.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer, TwoWayTokenizer

@@ -1,6 +1,6 @@
 """Predicts time and memory of training runs without a GPU, and measures candidates on a machine.
 
-presets.py      models and clusters by name
+arguments.py    models, clusters and quantities by name
 cluster/        machines, links, and the time of concurrent sends
 time/           the time of a communication plan, of a block's attention, and of a training step
 memory/         the peak memory of a training step: simulated, or by formulas

@@ -26,8 +26,8 @@ commands:
 None needs a GPU. armillary-plan COMMAND --help lists the options.
 Exit codes: 0; 1 if the model or the sequence does not fit into memory; 2 for wrong arguments."""
 COMMANDS = {
-    "search": "armillary.plan.search.command",
-    "memory": "armillary.plan.memory.command",
+    "search": "armillary.plan.search.cli",
+    "memory": "armillary.plan.memory.cli",
     "run": "armillary.plan.prediction",
 }
 """The module of each command, whose `main` takes its flags and returns False if nothing fits into memory."""

@@ -26,10 +26,10 @@ from armillary.core.parts import compat
 from armillary.data.console import Bar, Column, exit_on_error, print_lines, print_table, refuse_removed
 from armillary.models import initialize, linear_token_loss
 from armillary.models.parts import one_block
+from armillary.plan.arguments import cluster_of, duration, is_hybrid
 from armillary.plan.memory import estimate
 from armillary.plan.memory.room import Room
 from armillary.plan.prediction import job_of, time_of
-from armillary.plan.presets import cluster_of, duration, is_hybrid
 from armillary.plan.search.candidates import Candidate, candidates, layouts_of
 from armillary.plan.search.search import check_methods
 from armillary.plan.search.trainer_config import write_toml

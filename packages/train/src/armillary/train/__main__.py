@@ -1,5 +1,5 @@
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from armillary.train.command import main
+from armillary.train.cli import main
 
 record(main)()  # writes an error to the file in which torchrun looks for the root cause of a failure

@@ -35,7 +35,7 @@ from armillary.train.config.overlay import check_limits
 from armillary.train.config.sections import Config, Count, CountOrNone, ParallelConfig, Several, TrainConfig
 from armillary.train.device import choose_device
 from armillary.train.ranks import Ranks
-from armillary.train.tokenizer import TokenSource
+from armillary.train.run_tokenizer import TokenSource
 
 PROGRAM = "armillary-generate"
 

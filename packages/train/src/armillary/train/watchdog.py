@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.data.console import EXPLAINED, PEER_ERRORS, REFUSALS, one_line, report_failure, write_to_stderr
-from armillary.train.diagnosis import (
+from armillary.train.hang_diagnosis import (
     SILENCE,
     Heartbeat,
     Heartbeats,

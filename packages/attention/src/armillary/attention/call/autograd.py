@@ -26,8 +26,8 @@ from armillary.attention.call.calls import (
     head_sinks,
     sinks_gradient,
 )
+from armillary.attention.call.qkv_sources import Projections, Traceable
 from armillary.attention.call.recompute import capture_autocast
-from armillary.attention.call.sources import Projections, Traceable
 from armillary.attention.call.spec import AttentionMethod, AttentionOptions, StagedMethod
 from armillary.attention.call.validation import (
     cast_for_autocast,

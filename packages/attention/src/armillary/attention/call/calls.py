@@ -20,8 +20,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from armillary.attention.call.qkv_sources import Projected, Projections, Projector, one_token
 from armillary.attention.call.recompute import GradientSums, RNGReplay, outside_autocast
-from armillary.attention.call.sources import Projected, Projections, Projector, one_token
 from armillary.attention.call.spec import (
     AttentionMethod,
     AttentionOptions,

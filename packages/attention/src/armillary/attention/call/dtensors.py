@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from armillary.attention.call.autograd import attend, project
-from armillary.attention.call.sources import Projections
+from armillary.attention.call.qkv_sources import Projections
 from armillary.attention.call.spec import AttentionMethod, AttentionOptions
 from armillary.attention.call.validation import over_all_ranks
 from armillary.core import Axis, SequenceLayout

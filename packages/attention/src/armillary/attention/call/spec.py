@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NotRequired, Self, TypedDict, cast
 
 from torch import Tensor
 
-from armillary.attention.call.sources import QKVSource
+from armillary.attention.call.qkv_sources import QKVSource
 from armillary.attention.kernels import Kernel, Scores
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.attention_mask import BoundedCache

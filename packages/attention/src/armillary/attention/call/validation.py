@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from armillary.attention.call.qkv_sources import CacheableProjections, Projections, one_token
 from armillary.attention.call.recompute import autocast_enabled
-from armillary.attention.call.sources import CacheableProjections, Projections, one_token
 from armillary.attention.call.spec import AttentionMethod, AttentionOptions, AttentionSpec, key_heads_of
 from armillary.attention.kernels import Inputs, Scores, check_softcap, choose_kernel
 from armillary.attention.kernels.inputs import activated_implementation, is_deterministic

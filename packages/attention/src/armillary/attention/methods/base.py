@@ -13,7 +13,7 @@ from typing import Literal, Unpack, overload
 from torch import Tensor
 
 from armillary.attention.call.autograd import attend, project
-from armillary.attention.call.sources import Projections
+from armillary.attention.call.qkv_sources import Projections
 from armillary.attention.call.spec import (
     AttentionMethod,
     AttentionOptions,

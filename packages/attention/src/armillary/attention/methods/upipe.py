@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.call.qkv_sources import Finished, Heads, QKVSource, select_heads, write_heads
 from armillary.attention.call.recompute import outside_autocast
-from armillary.attention.call.sources import Finished, Heads, QKVSource, select_heads, write_heads
 from armillary.attention.call.spec import AttentionSpec, Saved, StagedMethod
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.head_shards import KeyHeads, check_heads_per_stage, split_heads, stages_of

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from armillary.core.parts import file_size, is_file_name, read_json
 from armillary.data.errors import optional
-from armillary.data.formats.folder import check_size, map_file
+from armillary.data.formats.store_folder import check_size, map_file
 from armillary.data.store import Index, Integers, TokenStore, Vocabulary
 
 # -- folders of `datasets`: a list of tokens in each row, and if wanted one of labels ---------------------------------

@@ -24,7 +24,7 @@ from typing import Annotated, get_args
 from filelock import FileLock, Timeout
 from tyro.conf import Positional, Suppress, arg
 
-from armillary.data.formats.folder import (
+from armillary.data.formats.store_folder import (
     DOCUMENTS,
     HASHES,
     HEADER,

@@ -1,12 +1,12 @@
 """Peak memory of a training step: simulated without a GPU, or estimated by formulas.
 
-simulate.py       a step on fake tensors
-live_bytes.py     live bytes by category
-state_memory.py   a layer with a state by itself, simulated on few tokens
-sizes.py          sizes of a step's tensors
-peaks.py          closed formulas of the memory of a step
-room.py           checkpoint policies and lengths that fit, and advice if nothing fits
-command.py        the command `armillary-plan memory`
+simulate.py          a step on fake tensors
+live_bytes.py        live bytes by category
+recurrent_memory.py  a layer with a state by itself, simulated on few tokens
+sizes.py             sizes of a step's tensors
+peaks.py             closed formulas of the memory of a step
+room.py              checkpoint policies and lengths that fit, and advice if nothing fits
+cli.py               the command `armillary-plan memory`
 """
 
 from armillary.plan.memory.live_bytes import Account, LiveBytes, measured_peak

@@ -9,9 +9,9 @@ from functools import cache
 from armillary.data.console import byte_quantity, gib
 from armillary.models import Checkpointing
 from armillary.models.parts import best_input_count
+from armillary.plan.arguments import is_hybrid
 from armillary.plan.cluster import Cluster
 from armillary.plan.memory import AttentionChoice, Estimate, Job, StepMemory, estimate
-from armillary.plan.presets import is_hybrid
 from armillary.plan.search.candidates import Mesh, candidates
 
 RESERVE, HOST_RESERVE = "5GiB", "100GB"

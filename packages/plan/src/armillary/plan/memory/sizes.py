@@ -18,8 +18,8 @@ from armillary.attention.plans import HeadStages, NamedMethod, Sizes, UPipePlan
 from armillary.core.parts import chunks
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig, Mixer, StateConfig
 from armillary.models.parts import Keep
+from armillary.plan.memory.recurrent_memory import LinearBytes, StateMemory, gathered_bytes
 from armillary.plan.memory.simulate import Job
-from armillary.plan.memory.state_memory import LinearBytes, StateMemory, gathered_bytes
 
 FLOAT32_BYTES = float32.itemsize
 """Bytes of an element of master weights, of their gradients, and of AdamW's two moments."""

@@ -13,10 +13,7 @@ from armillary.attention.plans import names
 from armillary.data.console import byte_quantity
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.parallel import ZeroStage
-from armillary.plan.cluster import Cluster
-from armillary.plan.memory import Estimate, Job
-from armillary.plan.memory.room import HOST_RESERVE, POLICIES, RESERVE, Room, fit_policy
-from armillary.plan.presets import (
+from armillary.plan.arguments import (
     Bytes,
     Model,
     Quantity,
@@ -26,6 +23,9 @@ from armillary.plan.presets import (
     is_hybrid,
     model_of,
 )
+from armillary.plan.cluster import Cluster
+from armillary.plan.memory import Estimate, Job
+from armillary.plan.memory.room import HOST_RESERVE, POLICIES, RESERVE, Room, fit_policy
 from armillary.plan.search.candidates import (
     LAYOUTS,
     Candidate,

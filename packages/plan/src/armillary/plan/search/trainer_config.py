@@ -11,7 +11,7 @@ from typing import Any
 
 from armillary.core.parts import parse_toml
 from armillary.models import GPTConfig
-from armillary.plan.presets import Model, is_hybrid, pretrained_folder
+from armillary.plan.arguments import Model, is_hybrid, pretrained_folder
 from armillary.plan.search.search import Choice, SearchResult
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig
 from armillary.train.config import GPT_FIELDS, SIZES, flag, flat, overlay_settings, recipe_config

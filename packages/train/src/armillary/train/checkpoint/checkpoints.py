@@ -44,8 +44,8 @@ from armillary.train.config.overlay import align_columns, flag, flag_text, flat
 from armillary.train.lock import OutputLock
 from armillary.train.random_state import random_state, seed_all, set_random_state
 from armillary.train.ranks import Ranks, check_shared
+from armillary.train.run_tokenizer import TokenSource, export_source
 from armillary.train.step import Run
-from armillary.train.tokenizer import TokenSource, export_source
 from armillary.train.watchdog import caused_by_peers
 
 NOTICEABLE = 1.0

@@ -17,7 +17,7 @@ from armillary.data.console import exit_on_error, parse, print_lines
 from armillary.models.parts import CONFIG, hub
 from armillary.train.checkpoint.checkpoints import SavedCheckpoint
 from armillary.train.checkpoint.storage import Damaged, Manifest, SavedTensors, file_fault
-from armillary.train.tokenizer import TokenSource, export_source
+from armillary.train.run_tokenizer import TokenSource, export_source
 
 PROGRAM = "armillary-export"
 

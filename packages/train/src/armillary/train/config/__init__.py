@@ -8,7 +8,7 @@ from armillary.train.config.overlay import by_flag, check_limits, flag, flat, ov
 from armillary.train.config.sections import Count, CountOrNone, Several
 
 if TYPE_CHECKING:
-    from armillary.train.command import ConfiguredRun, read_run, recipe_config
+    from armillary.train.cli import ConfiguredRun, read_run, recipe_config
 
 __all__ = [
     "GPT_FIELDS",
@@ -28,7 +28,7 @@ __all__ = [
     "recipe_config",
 ]
 
-_SLOW_MODULES = {"armillary.train.command": ("ConfiguredRun", "read_run", "recipe_config")}
+_SLOW_MODULES = {"armillary.train.cli": ("ConfiguredRun", "read_run", "recipe_config")}
 """Modules that need tyro, which only commands do."""
 
 __getattr__ = imported_at_first_use(__name__, _SLOW_MODULES)

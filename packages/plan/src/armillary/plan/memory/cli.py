@@ -12,6 +12,17 @@ from typing import Any
 from armillary.attention.plans import named_method
 from armillary.data.console import Bar, Column, byte_quantity, gib, parse, print_lines, print_table, short
 from armillary.models import Checkpointing, GPTConfig
+from armillary.plan.arguments import (
+    Bytes,
+    Model,
+    Quantity,
+    amount,
+    cluster_of,
+    is_hybrid,
+    model_of,
+    model_size,
+    pretrained_folder,
+)
 from armillary.plan.cluster import Cluster
 from armillary.plan.memory import AttentionChoice, Estimate, Job, StepMemory, estimate, simulate
 from armillary.plan.memory.room import (
@@ -24,17 +35,6 @@ from armillary.plan.memory.room import (
     check_simulated,
     longest_fit,
     policy_text,
-)
-from armillary.plan.presets import (
-    Bytes,
-    Model,
-    Quantity,
-    amount,
-    cluster_of,
-    is_hybrid,
-    model_of,
-    model_size,
-    pretrained_folder,
 )
 from armillary.plan.search.candidates import Mesh
 from armillary.train.config import Count, CountOrNone, check_limits

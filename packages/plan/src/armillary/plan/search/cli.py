@@ -24,8 +24,8 @@ from armillary.data.console import (
     print_written,
 )
 from armillary.models import LlamaConfig
+from armillary.plan.arguments import is_hybrid, model_size
 from armillary.plan.memory.room import advice, policy_text
-from armillary.plan.presets import is_hybrid, model_size
 from armillary.plan.search.search import NEEDED, Choice, SearchOptions, SearchResult, best_of, search
 from armillary.plan.search.trainer_config import command_line, write_choice
 
