@@ -34,7 +34,7 @@ from armillary.core import build_mesh
 from armillary.core.testing import World
 from armillary.train import Config, DataConfig, ParallelConfig, SaveConfig, TrainConfig, train
 
-PACKAGES = ("core", "attention", "data", "models", "train", "plan", "integrations", "check")
+PACKAGES = ("core", "attention", "states", "data", "models", "train", "plan", "integrations", "check")
 STEP, SAVE = ("train_step",), ("Checkpoints.start", "Checkpoints._try_to_save")
 
 
