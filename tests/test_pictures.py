@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask, AttentionShape, build_comm_plan
-from armillary.attention.planning.comm_plan import Role
+from armillary.attention.comm_plans.comm_plan import Role
 from armillary.core import SequenceLayout
 from armillary.core.parts import KINDS
 from armillary.core.testing import refusal

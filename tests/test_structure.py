@@ -94,7 +94,7 @@ def test_methods_and_their_driver_do_not_import_each_other():
 
 
 def test_rotation_methods_plans_and_registry_depend_one_way():
-    folders = ("rotation", "methods", "planning", "registry")
+    folders = ("rotation", "methods", "comm_plans", "registry")
     layers = [{module for module in sources() if f"{module}.".startswith(f"armillary.attention.{f}.")} for f in folders]
     for lower, upper in combinations(layers, 2):
         assert lower and upper

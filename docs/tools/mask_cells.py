@@ -15,7 +15,7 @@ import torch
 from palette import rank_colors, text_color
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.planning.comm_plan import JoinedShards
+from armillary.attention.comm_plans.comm_plan import JoinedShards
 from armillary.attention.plans import MethodOptions, named_method
 from armillary.attention.registry import DEFAULT_OPTIONS
 from armillary.attention.tiling.tiles import SpanTable, pair_counts, tile_array

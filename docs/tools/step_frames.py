@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from armillary.attention import CommPlan
-from armillary.attention.planning.comm_plan import Kind, Role
+from armillary.attention.comm_plans.comm_plan import Kind, Role
 from armillary.attention.plans import Move, Step
 
 

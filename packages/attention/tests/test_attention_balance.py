@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.attention import AttentionMask, AttentionShape
+from armillary.attention.comm_plans.rings import TokenRingPlan
 from armillary.attention.mask.attention_mask import layout_of
 from armillary.attention.methods.wallfacer import Teams, fitting_teams
-from armillary.attention.planning.rings import TokenRingPlan
 from armillary.attention.plans import MethodOptions, named_method
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid

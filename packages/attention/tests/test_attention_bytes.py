@@ -15,8 +15,8 @@ import torch
 from fake_ranks import on_fake_ranks
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, Ring, UPipe, WallFacer
-from armillary.attention.planning.comm_plan import Role
-from armillary.attention.planning.rings import RingPlan, WallFacerPlan
+from armillary.attention.comm_plans.comm_plan import Role
+from armillary.attention.comm_plans.rings import RingPlan, WallFacerPlan
 from armillary.attention.plans import UPipePlan
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid

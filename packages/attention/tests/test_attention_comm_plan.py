@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, build_attention, build_comm_plan
+from armillary.attention.comm_plans.comm_plan import Block, Kind
+from armillary.attention.comm_plans.heads import UlyssesPlan
+from armillary.attention.comm_plans.rings import RingPlan, WallFacerPlan
 from armillary.attention.methods.head_shards import split_heads
 from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.wallfacer import Teams
-from armillary.attention.planning.comm_plan import Block, Kind
-from armillary.attention.planning.heads import UlyssesPlan
-from armillary.attention.planning.rings import RingPlan, WallFacerPlan
 from armillary.attention.plans import Send, Step, UPipePlan, names
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionShape, AttentionSpec, CommPlan, Method, Saved
-from armillary.attention.planning.comm_plan import all_gather, reduce_scatter, steps
-from armillary.attention.planning.method_plan import SequencePlan, kernel_backward, kernel_forward
+from armillary.attention.comm_plans.comm_plan import all_gather, reduce_scatter, steps
+from armillary.attention.comm_plans.method_plan import SequencePlan, kernel_backward, kernel_forward
 from armillary.attention.plans import Sizes, Step
 from armillary.attention.tiling.block import BlockAttention
 from armillary.attention.tiling.merge import Merge, Sum

@@ -19,7 +19,7 @@ from gathered_queries import GatheredQueries, GatheredQueriesPlan
 from test_plan_estimate import measured, sizes
 
 from armillary.attention import AttentionMask, AttentionShape, build_comm_plan
-from armillary.attention.planning.method_plan import SequencePlan
+from armillary.attention.comm_plans.method_plan import SequencePlan
 from armillary.attention.plans import SEQUENCE_METHODS, named_method, names
 from armillary.attention.registry import SequenceEntry
 from armillary.core import CommLedger, SequenceLayout

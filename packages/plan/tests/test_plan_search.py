@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.planning.comm_plan import Kind
-from armillary.attention.planning.heads import UlyssesPlan
-from armillary.attention.planning.rings import RingPlan
+from armillary.attention.comm_plans.comm_plan import Kind
+from armillary.attention.comm_plans.heads import UlyssesPlan
+from armillary.attention.comm_plans.rings import RingPlan
 from armillary.attention.plans import Move, Send, Step
 from armillary.core import SequenceLayout
 from armillary.core.testing import commands_in

@@ -2,9 +2,7 @@
 # ruff: noqa: F401
 """Methods by name and their communication plans, for the trainer and the planner."""
 
-from armillary.attention.methods.base import check_rank_grid
-from armillary.attention.methods.wallfacer import Placement
-from armillary.attention.planning.comm_plan import (
+from armillary.attention.comm_plans.comm_plan import (
     Move,
     Payload,
     Send,
@@ -14,8 +12,10 @@ from armillary.attention.planning.comm_plan import (
     send_to_each,
     steps,
 )
-from armillary.attention.planning.heads import UPipePlan, head_stages
-from armillary.attention.planning.method_plan import HeadStages, Sizes
+from armillary.attention.comm_plans.heads import UPipePlan, head_stages
+from armillary.attention.comm_plans.method_plan import HeadStages, Sizes
+from armillary.attention.methods.base import check_rank_grid
+from armillary.attention.methods.wallfacer import Placement
 from armillary.attention.registry import (
     ALIASES,
     HEAD_METHODS,

@@ -14,6 +14,11 @@ from typing import Any, NamedTuple, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.comm_plans.comm_plan import AttentionShape, CommPlan, Role
+from armillary.attention.comm_plans.heads import UlyssesPlan, UPipePlan, head_stages
+from armillary.attention.comm_plans.method_plan import HeadPlan, HeadStages, MethodPlan, SequencePlan
+from armillary.attention.comm_plans.nodes import DoubleRingPlan, TokenRingOverNodesPlan
+from armillary.attention.comm_plans.rings import AllGatherPlan, LocalPlan, RingPlan, TokenRingPlan, WallFacerPlan
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.all_gather import AllGatherKV
 from armillary.attention.methods.base import Method
@@ -23,11 +28,6 @@ from armillary.attention.methods.token_ring import TokenRing
 from armillary.attention.methods.ulysses import Ulysses
 from armillary.attention.methods.upipe import UPipe
 from armillary.attention.methods.wallfacer import Placement, WallFacer, fitting_teams
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan, Role
-from armillary.attention.planning.heads import UlyssesPlan, UPipePlan, head_stages
-from armillary.attention.planning.method_plan import HeadPlan, HeadStages, MethodPlan, SequencePlan
-from armillary.attention.planning.nodes import DoubleRingPlan, TokenRingOverNodesPlan
-from armillary.attention.planning.rings import AllGatherPlan, LocalPlan, RingPlan, TokenRingPlan, WallFacerPlan
 from armillary.core import SequenceLayout
 
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from armillary.attention.mask import AttentionMask
-from armillary.attention.methods.ring import Backward, cheaper_side, check_backward
-from armillary.attention.methods.wallfacer import Placement, Teams
-from armillary.attention.planning.comm_plan import (
+from armillary.attention.comm_plans.comm_plan import (
     AttentionShape,
     CommPlan,
     Move,
@@ -24,7 +21,7 @@ from armillary.attention.planning.comm_plan import (
     reduce_scatter,
     steps,
 )
-from armillary.attention.planning.method_plan import (
+from armillary.attention.comm_plans.method_plan import (
     SequencePlan,
     Sizes,
     kernel_backward,
@@ -33,6 +30,9 @@ from armillary.attention.planning.method_plan import (
     rotate_keys_forward,
     rotate_queries_backward,
 )
+from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.ring import Backward, cheaper_side, check_backward
+from armillary.attention.methods.wallfacer import Placement, Teams
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout

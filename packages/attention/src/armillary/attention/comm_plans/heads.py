@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
 from armillary.attention.call.spec import key_heads_of
-from armillary.attention.methods.head_shards import check_heads, split_heads, stages_of
-from armillary.attention.planning.comm_plan import (
+from armillary.attention.comm_plans.comm_plan import (
     AttentionShape,
     CommPlan,
     Move,
@@ -20,7 +19,8 @@ from armillary.attention.planning.comm_plan import (
     side_by_side,
     steps,
 )
-from armillary.attention.planning.method_plan import HeadPlan, HeadStages, InnerPlan, Sizes
+from armillary.attention.comm_plans.method_plan import HeadPlan, HeadStages, InnerPlan, Sizes
+from armillary.attention.methods.head_shards import check_heads, split_heads, stages_of
 
 
 @dataclass(frozen=True)

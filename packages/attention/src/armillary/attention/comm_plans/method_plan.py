@@ -24,8 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from armillary.attention.comm_plans.comm_plan import AttentionShape, CommPlan
 from armillary.attention.mask import AttentionMask, layout_of
-from armillary.attention.planning.comm_plan import AttentionShape, CommPlan
 from armillary.core import SequenceLayout
 from armillary.core.parts import Side
 

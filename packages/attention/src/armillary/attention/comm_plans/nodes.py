@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from armillary.attention.mask import AttentionMask
-from armillary.attention.methods.ring import Backward, check_backward
-from armillary.attention.planning.comm_plan import (
+from armillary.attention.comm_plans.comm_plan import (
     AttentionShape,
     Block,
     CommPlan,
@@ -21,7 +19,7 @@ from armillary.attention.planning.comm_plan import (
     side_by_side,
     steps,
 )
-from armillary.attention.planning.method_plan import (
+from armillary.attention.comm_plans.method_plan import (
     SequencePlan,
     Sizes,
     kernel_forward,
@@ -29,7 +27,7 @@ from armillary.attention.planning.method_plan import (
     rotate_keys_forward,
     rotate_queries_backward,
 )
-from armillary.attention.planning.rings import (
+from armillary.attention.comm_plans.rings import (
     RingPlan,
     TokenRingPlan,
     TokenSends,
@@ -39,6 +37,8 @@ from armillary.attention.planning.rings import (
     rotates_queries,
     rotation_sends,
 )
+from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.ring import Backward, check_backward
 from armillary.attention.rotation.nodes import NodeRings, NodeStep
 from armillary.attention.rotation.topology import RotatingSide
 from armillary.attention.tiling.grid import PartialLayout
