@@ -22,7 +22,7 @@ RUN_BY_A_STEP = [
     "models/src/armillary/models/activation_checkpoint",
     "models/src/armillary/models/layers",
     "models/src/armillary/models/loss",
-    "models/src/armillary/models/parallel/tensor.py",
+    "models/src/armillary/models/parallel/tensor_parallelism.py",
     "models/src/armillary/models/block.py",
     "models/src/armillary/models/gpt.py",
     "models/src/armillary/models/llama.py",

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard
 from armillary.attention import Projected
 from armillary.attention.parts import GradientSums
 from armillary.core.testing import mesh, relative_error
-from armillary.models.parallel.tensor import ColumnParallelLinear, shard_module
+from armillary.models.parallel.tensor_parallelism import ColumnParallelLinear, shard_module
 from armillary.models.parts import HeadProjections
 
 B, T, E, H, K, D = 2, 11, 12, 6, 3, 4

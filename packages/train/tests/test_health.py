@@ -42,7 +42,7 @@ from armillary.train.hang_diagnosis import (
 )
 from armillary.train.parts import caused_by_peers
 from armillary.train.reporting import GuardedSink, Sink
-from armillary.train.trainer import REPEAT, StopSignal
+from armillary.train.stop_signal import REPEAT, StopSignal
 
 WAITING = Heartbeat(
     7, "training", location="step.py:60 in summed", waits=True, calls={"0": Calls(12, "gloo:all_reduce", True)}

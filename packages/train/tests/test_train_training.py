@@ -36,7 +36,8 @@ from armillary.train import (
 )
 from armillary.train.cli import main
 from armillary.train.step import StepResult, train_step
-from armillary.train.trainer import BadSteps, StopSignal, validate
+from armillary.train.stop_signal import StopSignal
+from armillary.train.trainer import BadSteps, validate
 
 
 @pytest.fixture(scope="module")

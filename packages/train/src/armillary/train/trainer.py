@@ -1,26 +1,20 @@
 """A run: built, resumed from its newest checkpoint, trained step by step, validated, saved, and summed up.
 
-`train_loop` is the table of contents. Below it are its rows that are no chapters of their own: validation, steps whose
-loss is not finite, and signals that end a run.
+`train_loop` is the table of contents. Below it are its rows that are no chapters of their own: validation, and steps
+whose loss is not finite.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from types import FrameType
-from typing import Any, Self
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from armillary.data import Batch, Batches
-from armillary.data.console import print_lines, report_failure
+from armillary.data.console import print_lines
 from armillary.train.build import prepare, process_group
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.config.sections import Config
@@ -31,6 +25,7 @@ from armillary.train.optimizer import schedule_notes
 from armillary.train.profiler import Profiler, StepTrace
 from armillary.train.reporting import Reporter
 from armillary.train.step import Run, StepResult, local_loss, sum_over_ranks, train_step
+from armillary.train.stop_signal import StopSignal
 from armillary.train.watchdog import Watchdog
 
 
@@ -207,71 +202,3 @@ def bad_rows(run: Run, batches: list[Batch]) -> dict[int, list[int]]:
     rows_by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(rows_by_rank, own_rows)
     return {rank: rows for rank, rows in enumerate(rows_by_rank) if rows}
-
-
-REPEAT = 3.0
-"""Seconds after a signal from which another one counts as a second request.
-
-A scheduler may signal torchrun and its ranks, and torchrun forwards the signal at once: that is one request.
-"""
-
-
-class StopSignal:
-    """Context manager that handles SIGTERM and SIGUSR1: training ends on all ranks after the current step.
-
-    A second signal, `REPEAT` seconds after the first or later, ends the process at once, without saving.
-
-    Outside of the main thread, the only one in which Python handles signals, a block does nothing.
-    """
-
-    SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-    def __init__(self) -> None:
-        self.received = False
-        self._previous_handlers: dict[signal.Signals, Any] = {}
-        self._wakeup: int | None = None  # file descriptor to which Python writes the numbers of signals
-        self._previous_wakeup = -1
-
-    def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            # A thread waits for the second signal. Python runs `_receive` only once the main thread is back from a call
-            # into C++, which may wait for a collective or for the GPU. But it writes the number of a signal to the file
-            # descriptor as soon as the signal arrives.
-            reader, self._wakeup = os.pipe()
-            os.set_blocking(self._wakeup, False)
-            self._previous_wakeup = signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-            threading.Thread(target=self._end_at_second_signal, args=(reader,), name="signals", daemon=True).start()
-            self._previous_handlers = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._wakeup is not None:
-            for number, handler in self._previous_handlers.items():
-                # The handler is None if it was not installed from Python.
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
-            signal.set_wakeup_fd(self._previous_wakeup)
-            os.close(self._wakeup)  # ends the thread
-            self._wakeup = None
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-
-    def _end_at_second_signal(self, reader: int) -> None:
-        first: float | None = None
-        with suppress(OSError), os.fdopen(reader, "rb", buffering=0) as numbers:
-            while number := numbers.read(1):  # empty when `__exit__` has closed the other end
-                if number[0] not in self.SIGNALS:
-                    continue
-                if first is None:
-                    first = time.monotonic()
-                elif time.monotonic() - first >= REPEAT:
-                    name = signal.Signals(number[0]).name
-                    report_failure("armillary-train", f"ended by {name}, the second signal, without saving")
-                    os._exit(128 + number[0])
-
-    def is_requested(self, device: torch.device) -> bool:
-        """Returns True on every rank if any rank has received a signal. Collective."""
-        # A signal may reach ranks during different steps. The all-reduce makes them stop after the same one.
-        count = torch.tensor(float(self.received), device=device)
-        dist.all_reduce(count)
-        return count.item() > 0

@@ -28,7 +28,7 @@ from armillary.attention.call.spec import AttentionMethod, AttentionSpec, Saved
 from armillary.attention.methods.base import Method, check_inner
 from armillary.attention.methods.token_ring import pass_queries_backward
 from armillary.attention.rotation.nodes import NodeRings
-from armillary.attention.rotation.returns import RingReduce
+from armillary.attention.rotation.reduce import RingReduce
 from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.block import RingBlock

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
-from armillary.attention.rotation.returns import DirectReduce, Partials, Reduction
+from armillary.attention.rotation.reduce import DirectReduce, Partials, Reduction
 from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.block import RingBlock

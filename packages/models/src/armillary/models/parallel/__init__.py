@@ -1,7 +1,7 @@
 """Parallelism of a plain model, applied from outside."""
 
 from armillary.models.parallel.parallelize import ZeroStage, begin_micro_batch, parallelize, shard_parameters
-from armillary.models.parallel.tensor import tensor_parallel
+from armillary.models.parallel.tensor_parallelism import tensor_parallel
 from armillary.models.parameters import local_part
 
 __all__ = [

@@ -21,7 +21,7 @@ from armillary.models.block import Block, run_plainly
 from armillary.models.gpt import GPT
 from armillary.models.layers.state_mixers import StateMixer
 from armillary.models.llama import HybridDecoder, Llama
-from armillary.models.parallel.tensor import styles_for, tensor_parallel
+from armillary.models.parallel.tensor_parallelism import styles_for, tensor_parallel
 
 ZeroStage = Literal[1, 2, 3]
 
