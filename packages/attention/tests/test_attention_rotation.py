@@ -63,7 +63,7 @@ def blocks(buffers: list[torch.Tensor]) -> int:
 def test_rings_reuse_receive_buffers(monkeypatch, name, direct):
     """Rotating shards use two blocks; direct returns, or their sums and the rank's, use one block each."""
     rotated, returned = list[torch.Tensor](), list[torch.Tensor]()
-    for module, buffers in (("rotate", rotated), ("returns", returned)):
+    for module, buffers in (("rotate", rotated), ("reduce", returned)):
 
         def start(axis, send, receive, buffers=buffers):
             send_buffers, receive_buffers = ([flat.buffer for flat in flats.values()] for flats in (send, receive))
