@@ -1,4 +1,4 @@
-"""What fits into memory: the room of a rank, checkpoint policies, the longest sequence, and advice if nothing fits."""
+"""The room of a rank: checkpoint policies and lengths that fit into its memory, and advice if nothing fits."""
 
 from __future__ import annotations
 
