@@ -22,17 +22,12 @@ def seconds(cluster: Cluster, *sends: tuple[int, int, int]) -> float:
     return cluster.transit(Send(*send) for send in sends)
 
 
-def test_presets_have_the_right_numbers_of_nodes():
-    assert [Cluster.named(name).nodes for name in ("8xh100", "64xh100", "32xa100-40x16-ethernet", "8xl20")] == [
-        1,
-        8,
-        2,
-        1,
-    ]
+def test_presets():
+    nodes = {"8xh100": 1, "64xh100": 8, "32xa100-40x16-ethernet": 2, "8xl20": 1}
+    assert {name: Cluster.named(name).nodes for name in nodes} == nodes
     assert Cluster.named("64xh100").name == "64 x H100 80 GB" and Cluster.named("64xh100").ranks == 64
     assert Cluster.named("16xh100").host_memory == 2000 * GB
-    for name in EMULATED:
-        assert Cluster.named(name).ranks in (8, 16)
+    assert all(Cluster.named(name).ranks in (8, 16) for name in EMULATED)
     assert all(Cluster.named(f"{machine.ranks_per_node}x{kind}").nodes == 1 for kind, machine in MACHINES.items())
 
 

@@ -34,23 +34,8 @@ def test_a_recipe_fits_its_machines_by_formulas(name):
     cluster = cluster_of(MACHINES[name])
     run = dry_run(config, cluster.ranks)
     job = job_of(config, run.axes, run.model, torch.bfloat16)
-    room = Room.of(cluster)
-    assert room.share(estimate(job)) < 0.97
+    assert Room.of(cluster).share(estimate(job)) < 0.97
     assert time_of(config, job, cluster).seconds < 15 * config.train.timeout_minutes
-
-
-@pytest.mark.parametrize(
-    "name", ["llama3_8b_128k", pytest.param("llama3_8b_5m", marks=pytest.mark.long), "gpt_wallfacer_7b"]
-)
-def test_formulas_and_simulation_agree_on_two_blocks_of_a_recipe(name):
-    """Two blocks suffice: they contain every shape."""
-    config = getattr(recipes, name)()
-    run = dry_run(config, 8)
-    job = job_of(config, run.axes, replace(run.model, layers=2), torch.bfloat16)
-    simulated, closed = simulate(job), estimate(job)
-    # The formulas describe CUDA's kernels. Under policy "none", CPU kernels save other tensors.
-    assert 0.97 < simulated.device / closed.device < (1.4 if config.checkpointing.policy == "none" else 1.03)
-    assert closed.host == pytest.approx(simulated.host, rel=0.03)
 
 
 def write_empty_weights(path, shapes):
@@ -85,7 +70,7 @@ def printed(capsys, *flags: str) -> str:
     return capsys.readouterr().out
 
 
-DEBUG = ["--model.vocab-size", "257", "--model.layers", "2"]
+DEBUG = ["--model.vocab-size", "257", "--model.layers", "1"]
 
 
 def test_the_command_prints_mesh_shapes_memory_and_time(capsys):
@@ -101,56 +86,31 @@ def test_the_command_prints_mesh_shapes_memory_and_time(capsys):
 
 
 def test_the_command_prints_json(capsys):
-    output = json.loads(printed(capsys, *DEBUG, "--parallel.shard", "4", "--cluster", "16xa100-40", "--json"))
-    assert output["run"]["axes"] == {"replicate": 1, "shard": 4, "ring": 2, "ulysses": 2, "tp": 1}
-    assert output["fits"] and output["cluster"]["name"] == "16 x A100 40 GB"
+    axes = {"replicate": 2, "shard": 2, "tp": 2}
+    flags = [word for axis, size in axes.items() for word in (f"--parallel.{axis}", str(size))]
+    output = json.loads(printed(capsys, *DEBUG, *flags, "--cluster", "16xa100-40", "--json"))
+    assert output["run"]["axes"] == {**axes, "ring": 2, "ulysses": 1}
+    assert output["fits"] and output["cluster"]["name"] == "16 x A100 40 GB" and output["time"]["tensor"] > 0
     seconds = sum(output["time"].values())
     assert output["mfu"] == pytest.approx(output["run"]["flops"] / (16 * 312e12 * seconds))
 
 
-@pytest.mark.parametrize("axis", ["tp", "replicate"])
-def test_tensor_parallelism_and_replicas_are_predicted(capsys, axis):
-    output = json.loads(printed(capsys, *DEBUG, "--cluster", "8xh100", f"--parallel.{axis}", "2", "--json"))
-    assert output["fits"] and output["mfu"] > 0 and output["run"]["axes"][axis] == 2
-    assert (output["time"]["tensor"] > 0) == (axis == "tp")
-
-
-def test_a_step_that_does_not_fit_exits_with_1(capsys):
-    large = ["--recipe", "llama3_8b_1m", "--parallel.attention", "ulysses", "--checkpointing.policy", "none"]
-    with pytest.raises(SystemExit) as stop:
-        printed(capsys, *large, "--checkpointing.no-offload", "--model.layers", "4")
-    assert stop.value.code == 1 and "does not fit" in capsys.readouterr().out
-
-
-def test_accumulation_adds_gradients_and_repeats_the_micro_batch():
-    config = Config(model=ModelConfig(vocab_size=257, layers=2), parallel=ParallelConfig(ring=8, ulysses=1))
-    full = predict(config, "8xh100")
-    rows = replace(config.data, global_batch_size=8)
-    parts = predict(replace(config, data=rows, train=replace(config.train, accumulation=2)), "8xh100")
-    assert parts.memory.device == full.memory.device + 4 * full.run.local_parameters
-    assert parts.time.seconds == pytest.approx(2 * full.time.seconds - full.time.optimizer)
-
-
-def test_zero_stage_1_has_unsharded_gradients_and_sends_parameters_once_per_step():
-    config = Config(
-        model=ModelConfig(vocab_size=257, layers=2), parallel=ParallelConfig(ring=8, ulysses=1, zero_stage=2)
-    )
+def test_accumulation_adds_gradients_and_zero_stage_1_sends_parameters_once_per_step():
+    parallel = ParallelConfig(ring=8, ulysses=1, zero_stage=2)
+    config = Config(model=ModelConfig(vocab_size=257, layers=1), parallel=parallel)
+    one = predict(config, "8xh100")
     rows, accumulating = replace(config.data, global_batch_size=8), replace(config.train, accumulation=2)
-    parts = [
-        predict(replace(config, data=rows, train=accumulating, parallel=parallel), "8xh100")
-        for parallel in (replace(config.parallel, zero_stage=1), config.parallel)
-    ]
-    assert 2 * parts[0].time.parameters == pytest.approx(parts[1].time.parameters)
-    unsharded, sharded = (each.memory.device_breakdown["gradients"] for each in parts)
-    total = 4 * 8 * parts[0].run.local_parameters
-    assert unsharded > 0.99 * total and sharded < 0.5 * total
-
-
-def hybrid(length: int, layers: int = 3, mixers: tuple[str, ...] = ("delta_rule", "mamba2", "attention")):
-    recipe = recipes.hybrid()
-    model = replace(recipe.model, vocab_size=257, mixers=mixers, layers=layers)
-    data = replace(recipe.data, sequence_length=length, global_batch_size=8)
-    return replace(recipe, model=model, data=data, parallel=ParallelConfig(ring=8, ulysses=1))
+    two = replace(config, data=rows, train=accumulating)
+    unsharded, sharded = (
+        predict(replace(two, parallel=replace(parallel, zero_stage=stage)), "8xh100") for stage in (1, 2)
+    )
+    assert one.time.tensor == 0
+    assert sharded.memory.device == one.memory.device + 4 * one.run.local_parameters
+    assert sharded.time.seconds == pytest.approx(2 * one.time.seconds - one.time.optimizer)
+    assert 2 * unsharded.time.parameters == pytest.approx(sharded.time.parameters)
+    total = 4 * 8 * sharded.run.local_parameters
+    assert unsharded.memory.device_breakdown["gradients"] > 0.99 * total
+    assert sharded.memory.device_breakdown["gradients"] < 0.5 * total
 
 
 def test_hybrids_are_predicted_by_simulation_and_plan(capsys):
@@ -169,26 +129,23 @@ def test_hybrids_are_predicted_by_simulation_and_plan(capsys):
     assert output["time"]["dense"] == pytest.approx(products, rel=1e-6)
 
 
-def hybrid_time(config: Config):
-    axes = {"replicate": 1, "shard": 1, "ring": 8, "ulysses": 1, "tp": 1}
-    job = job_of(config, axes, model_config(config.model, 257, config.data.sequence_length), torch.bfloat16)
-    return time_of(config, job, cluster_of("8xh100"))
-
-
-def test_state_exchange_time_does_not_depend_on_length():
-    short, long, deep = (
-        hybrid_time(hybrid(length, layers, mixers=("mamba2", "delta_rule")))
-        for length, layers in ((1024, 2), (8192, 2), (1024, 4))
+def hybrid_time(length: int, layers: int, policy: str = "layer"):
+    recipe = recipes.hybrid()
+    model = replace(recipe.model, vocab_size=257, mixers=("delta_rule",), layers=layers)
+    config = replace(
+        recipe,
+        model=model,
+        data=replace(recipe.data, sequence_length=length, global_batch_size=8),
+        checkpointing=replace(recipe.checkpointing, policy=policy),
     )
+    axes = {"replicate": 1, "shard": 1, "ring": 8, "ulysses": 1, "tp": 1}
+    return time_of(config, job_of(config, axes, model_config(model, 257, length), torch.bfloat16), cluster_of("8xh100"))
+
+
+def test_states_are_exchanged_by_layer_and_policy_not_by_length():
+    short, long, deep = (hybrid_time(length, layers) for length, layers in ((1024, 2), (8192, 2), (1024, 4)))
     assert short.exchange == pytest.approx(long.exchange) and short.exchange > 0
     assert deep.exchange == pytest.approx(2 * short.exchange)
     assert long.attention == pytest.approx(8 * short.attention)  # the recurrence is linear in tokens
-
-
-def test_checkpointed_hybrid_exchanges_states_once_more():
-    config = hybrid(1024, 2, mixers=("delta_rule",))
-    exchanges = [
-        hybrid_time(replace(config, checkpointing=replace(config.checkpointing, policy=policy))).exchange
-        for policy in ("none", "layer", "attention_output")
-    ]
-    assert exchanges[1] > exchanges[0] and exchanges[2] == pytest.approx(exchanges[1])
+    assert hybrid_time(1024, 2, "none").exchange < short.exchange  # recomputed blocks exchange states once more
+    assert hybrid_time(1024, 2, "attention_output").exchange == pytest.approx(short.exchange)

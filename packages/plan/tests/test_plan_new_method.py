@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathered_queries import GatheredQueries, GatheredQueriesPlan
-from test_plan_estimate import measured, sizes
+from test_plan_estimate import EQUAL, GROUPED, measured, sizes
 
 from armillary.attention import AttentionMask, AttentionShape, build_comm_plan
 from armillary.attention.comm_plans.method_plan import SequencePlan
@@ -24,12 +24,12 @@ from armillary.attention.plans import SEQUENCE_METHODS, named_method, names
 from armillary.attention.registry import SequenceEntry
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, refusal
-from armillary.models import Checkpointing, LlamaConfig
 from armillary.plan.cli import main
-from armillary.plan.memory import AttentionChoice, Job, estimate, simulate
+from armillary.plan.memory import AttentionChoice
 from armillary.plan.search.candidates import candidates
 from armillary.plan.search.cli import heading
 from armillary.plan.search.search import SearchOptions, search
+from armillary.plan.search.trainer_config import command_line
 from armillary.plan.tune import Measurement, read_options, tune
 from armillary.train import Config, DataConfig, ModelConfig, TrainConfig
 from armillary.train.cli import read_command
@@ -38,8 +38,6 @@ from conformance.compositions import named
 
 CAUSAL = AttentionMask(causal=True)
 NEW, UNPLANNED, COUNTED = "gather_q", "gather_q_unplanned", "gather_q_counted"
-PLANNED_LINE = {NEW: SequenceEntry(GatheredQueries, GatheredQueriesPlan)}
-UNPLANNED_LINE = {UNPLANNED: SequenceEntry(GatheredQueries)}
 
 
 class CountedPlan(SequencePlan):
@@ -48,10 +46,17 @@ class CountedPlan(SequencePlan):
     comm_plan = GatheredQueriesPlan.comm_plan
 
 
+LINES = {
+    NEW: SequenceEntry(GatheredQueries, GatheredQueriesPlan),
+    UNPLANNED: SequenceEntry(GatheredQueries),
+    COUNTED: SequenceEntry(GatheredQueries, CountedPlan),
+}
+
+
 @contextmanager
 def registered() -> Iterator[None]:
-    """Context manager that adds the method to the registry."""
-    with patch.dict(SEQUENCE_METHODS, PLANNED_LINE):
+    """Context manager that adds the methods to the registry."""
+    with patch.dict(SEQUENCE_METHODS, LINES):
         yield
 
 
@@ -61,22 +66,17 @@ def added():
         yield
 
 
-def printed(capsys, *argv: str) -> str:
-    main(argv)
-    return capsys.readouterr().out
-
-
 # -- attention --------------------------------------------------------------------------------------------------------
 
 
 def conform() -> None:
-    """Runs the conformance suite on the meshes that it chooses for the registered name."""
+    """Runs the conformance suite on the meshes that it chooses for the registered names. It needs no plan."""
     with registered():
-        for i, name in enumerate((NEW, f"ulysses+{NEW}", f"upipe+{NEW}")):
+        for i, name in enumerate((NEW, f"ulysses+{UNPLANNED}", f"upipe+{NEW}")):
             assert name in names()
             (axes,) = named(name).meshes(4)
             attend = named(name).build(mesh(**axes))
-            for case in cases(brief=i)[i::4]:
+            for case in cases(brief=i)[i::6]:
                 check(attend, case)
 
 
@@ -108,96 +108,46 @@ def test_bytes_equal_its_communication_plan(worlds):
 # -- the planner ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [(32, 8), (16, 16)])
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("ranks", "heads"), [(2, GROUPED), (8, EQUAL)])
 def test_formula_of_its_memory(ranks, heads):
-    x, method = sizes(*heads), AttentionChoice(NEW).method
-    plan = method.sequence_plan(ranks)
+    x, plan = sizes(*heads), AttentionChoice(NEW).method.sequence_plan(ranks)
     assert [plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)] == pytest.approx(
         measured(AttentionChoice(NEW), ranks, *heads), rel=0.04
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "axes", "policy"),
-    [
-        (NEW, {"ring": 8}, "layer"),
-        pytest.param(f"upipe+{NEW}", {"ring": 4, "ulysses": 2}, "attention_output", marks=pytest.mark.long),
-    ],
-)
-def test_the_estimate_of_a_step_agrees_with_the_simulation(name, axes, policy):
-    job = Job(
-        model=replace(LlamaConfig.llama3_8b(), layers=1),
-        axes=axes,
-        attention=AttentionChoice(name),
-        length=2**17,
-        checkpointing=Checkpointing(policy),
+def test_the_search_includes_it_and_omits_methods_without_a_plan_with_a_note():
+    result = search(SearchOptions(cluster="8xh100", tokens="64Ki"))
+    choices = [choice for choice in result.choices if choice.candidate.mesh.tp == 1]
+    new = [choice for choice in choices if choice.candidate.attention.name.endswith(NEW)]
+    meshes = [choice.candidate.mesh for choice in new]
+    assert {(each.ring, each.ulysses) for each in meshes} == {(8, 1), (4, 2), (2, 4)}
+    assert all(f"--parallel.attention {each.candidate.attention.name}" in command_line(result, each) for each in new)
+    alone, ring = (
+        next(choice for choice in choices if choice.candidate.attention.name == name) for name in (NEW, "ring")
     )
-    assert estimate(job).device == pytest.approx(simulate(job).device, rel=0.05)
-
-
-def test_the_search_includes_it(capsys):
-    flags = ("--cluster", "8xh100", "--tokens", "128Ki")
-    actual = json.loads(printed(capsys, *flags, "--json"))["choices"]
-    actual = [choice for choice in actual if choice["axes"]["tp"] == 1]
-    choices = [choice for choice in actual if choice["attention"]["name"].endswith(NEW)]
-    meshes = {(choice["axes"]["ring"], choice["axes"]["ulysses"]) for choice in choices}
-    assert meshes == {(8, 1), (4, 2), (2, 4)}
-    assert all(f"--parallel.attention {choice['attention']['name']}" in choice["command"] for choice in choices)
-    (alone,) = [choice for choice in choices if choice["attention"]["name"] == NEW]
-    (ring,) = [choice for choice in actual if choice["attention"]["name"] == "ring"]
-    assert alone["parts"]["dense"] == ring["parts"]["dense"] and alone["parts"]["exchange"] > ring["parts"]["exchange"]
-    table = printed(capsys, *flags, "--attention", NEW)
-    assert f"\n{NEW} " in table and f"--parallel.attention {NEW} " in table
+    assert alone.time.dense == ring.time.dense and alone.time.exchange > ring.time.exchange
+    assert not {UNPLANNED, COUNTED} & {choice.candidate.attention.name for choice in result.choices}
+    lines = {name: [line for line in heading(result) if f" {name} " in line] for name in (NEW, UNPLANNED, COUNTED)}
+    assert not lines[NEW]
+    assert all(part in lines[UNPLANNED][0] for part in ("comm_plan", "forward_memory", "backward_memory"))
+    assert "comm_plan" not in lines[COUNTED][0] and "forward_memory" in lines[COUNTED][0]
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        ("memory", "--model", "debug", "--tokens", "8Ki", "--attention", NEW),
-        (
-            "run",
-            "--parallel.attention",
-            NEW,
-            "--parallel.ulysses",
-            "1",
-            "--data.sequence-length",
-            "8Ki",
-            "--model.vocab-size",
-            "256",
-        ),
+        f"memory --model debug --tokens 1Ki --attention {NEW}",
+        f"run --parallel.attention {NEW} --parallel.ulysses 1 --data.sequence-length 1Ki --model.vocab-size 256",
     ],
-    ids=lambda command: command[0],
 )
 def test_memory_of_its_step(command, capsys):
-    actual = json.loads(printed(capsys, *command, "--cluster", "8xh100", "--json"))
-    assert actual["memory"]["device"] > 0
-
-
-# -- without a plan ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def unplanned():
-    """Registers a method without a plan, and one without memory formulas."""
-    with patch.dict(SEQUENCE_METHODS, UNPLANNED_LINE | {COUNTED: SequenceEntry(GatheredQueries, CountedPlan)}):
-        yield
-
-
-def conform_without_plan() -> None:
-    """Values and gradients need no plan."""
-    with patch.dict(SEQUENCE_METHODS, UNPLANNED_LINE):
-        (axes,) = named(f"ulysses+{UNPLANNED}").meshes(4)
-        attend = named(f"ulysses+{UNPLANNED}").build(mesh(**axes))
-        check(attend, cases(brief=0)[0])
-
-
-def test_conformance_without_a_plan(worlds):
-    worlds(4).run(conform_without_plan)
+    main([*command.split(), "--cluster", "8xh100", "--json"])
+    assert json.loads(capsys.readouterr().out)["memory"]["device"] > 0
 
 
 @pytest.mark.parametrize("name", [UNPLANNED, f"ulysses+{UNPLANNED}", f"upipe+{UNPLANNED}"])
-def test_its_communication_plan_is_refused_by_name(unplanned, name):
+def test_a_communication_plan_that_it_lacks_is_refused_by_name(name):
     work = AttentionShape.of(
         SequenceLayout.zigzag(64, 4), AttentionMask(), heads=8, kv_heads=8, head_dim=8, dtype=torch.bfloat16
     )
@@ -208,26 +158,16 @@ def test_its_communication_plan_is_refused_by_name(unplanned, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "command", "function"),
+    ("command", "name", "function"),
     [
-        (UNPLANNED, ("--cluster", "8xh100", "--tokens", "64Ki", "--attention"), "comm_plan"),
-        (COUNTED, ("--cluster", "8xh100", "--tokens", "64Ki", "--attention"), "forward_memory"),
-        (COUNTED, ("memory", "--model", "debug", "--tokens", "8Ki", "--attention"), "forward_memory"),
+        ("search --tokens 64Ki", UNPLANNED, "comm_plan"),
+        ("search --tokens 64Ki", COUNTED, "forward_memory"),
+        ("memory --model debug --tokens 8Ki", COUNTED, "forward_memory"),
     ],
 )
-def test_commands_name_the_method_and_its_missing_function(unplanned, name, command, function):
-    line = refusal(main, [*command, name])
+def test_commands_name_the_method_and_its_missing_function(command, name, function):
+    line = refusal(main, [*command.split(), "--cluster", "8xh100", "--attention", name])
     assert repr(name) in line and f" {function}" in line
-
-
-def test_the_search_omits_it_with_a_note(unplanned):
-    result = search(SearchOptions(cluster="8xh100", tokens="64Ki"))
-    names_of_choices = {choice.candidate.attention.name for choice in result.choices}
-    assert NEW in names_of_choices and not {UNPLANNED, COUNTED} & names_of_choices
-    lines = {name: [line for line in heading(result) if f" {name} " in line] for name in (NEW, UNPLANNED, COUNTED)}
-    assert not lines[NEW]
-    assert all(part in lines[UNPLANNED][0] for part in ("comm_plan", "forward_memory", "backward_memory"))
-    assert "comm_plan" not in lines[COUNTED][0] and "forward_memory" in lines[COUNTED][0]
 
 
 # -- the tuner --------------------------------------------------------------------------------------------------------
