@@ -43,15 +43,7 @@ MODELS: dict[str, Callable[[int], Model]] = {
 
 
 def model_of(name: str, length: int) -> Model:
-    """Returns the model for sequences of `length` tokens.
-
-    Args:
-        name: a preset's name, a Hugging Face folder, or its `config.json`.
-
-    Raises:
-        ValueError: neither a preset nor a path, a `config.json` that `armillary.models` does not read, or more tokens
-            than learned positions.
-    """
+    """Returns the model of `--model` for `length` tokens: a preset, a Hugging Face folder, or its `config.json`."""
     if name in MODELS:
         return MODELS[name](length)
     if not Path(name).exists():
@@ -76,16 +68,11 @@ def pretrained_folder(name: str) -> Path | None:
 
 
 def is_hybrid(model: Model) -> TypeGuard[LlamaConfig]:
-    """True if some blocks have a layer with a state instead of attention."""
     return isinstance(model, LlamaConfig) and model.states is not None
 
 
 def cluster_of(name: str) -> Cluster:
-    """Returns a cluster by its preset's name, such as "16xh100", or from a TOML file (`Cluster.load`).
-
-    Raises:
-        ValueError: an unknown name, an invalid file, or too many ranks.
-    """
+    """Returns the cluster of `--cluster`: a preset's name, such as "16xh100", or a TOML file (`Cluster.load`)."""
     try:
         cluster = Cluster.load(name) if name.endswith(".toml") else Cluster.named(name)
     except (OSError, ValueError) as error:
@@ -97,17 +84,12 @@ def cluster_of(name: str) -> Cluster:
 
 
 def amount(options: Any, name: str, parse: Callable[[str | int], int] = quantity) -> int:
-    """Returns the number in the field `name` of a command's options: a `Quantity`, or with `byte_quantity` a `Bytes`.
-
-    Raises:
-        ValueError: the field's text is no quantity. The message names the flag.
-    """
+    """Returns the number in a field of `options`: a `Quantity`, or with `byte_quantity` a `Bytes`."""
     with flag_in_errors(f"--{flag(name)}"):
         return parse(getattr(options, name))
 
 
 def model_size(model: Model) -> str:
-    """Returns the number of parameters as text, such as "8.03B parameters"."""
     count = model.parameters()
     return f"{count / 1e9:.2f}B parameters" if count >= 1e8 else f"{count / 1e6:.2f}M parameters"
 

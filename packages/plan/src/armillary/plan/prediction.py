@@ -61,8 +61,6 @@ class Prediction:
     """Predicted memory and time of a run on a cluster. The memory is that of rank `Job.rank`.
 
     Args:
-        room: memory that a rank may use.
-        memory: simulated memory of a step.
         bound: True if `memory` is an upper bound. Under policy "none", the simulated CPU kernels save up to 1.4 times
             as many bytes for backward as CUDA's kernels; with chunked MLPs, which save less, up to 2.3 times.
         time: predicted time of a step, under a causal mask even if the run packs documents.
@@ -81,7 +79,6 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """True if the step fits into memory."""
         return self.room.share(self.memory) <= 1
 
     @property
@@ -92,14 +89,9 @@ class Prediction:
 
 
 def predict(config: Config, cluster: str, progress: Progress = lambda _done, _total: None) -> Prediction:
-    """Predicts memory and time of a step.
-
-    Args:
-        cluster: a preset's name or a TOML file.
-        progress: as in `simulate`.
+    """Predicts memory and time of a step on `cluster`, a preset's name or a TOML file.
 
     Raises:
-        ValueError: a configuration that could not be trained, or an unknown cluster.
         DoesNotFitError: the step needs so much memory that a simulation would take too long.
     """
     machines = cluster_of(cluster)
@@ -124,13 +116,10 @@ def predict(config: Config, cluster: str, progress: Progress = lambda _done, _to
 
 
 def memory_of(config: Config, job: Job, local_parameters: int, progress: Progress) -> StepMemory:
-    """Returns the simulated memory of a step.
-
-    The simulation has one micro-batch under ZeRO stages 2 and 3. If the run accumulates gradients over several, adds
-    the float32 gradients of the earlier ones. The sum is an upper bound, because the simulated peak already contains
-    the gradients of some parameters.
-    """
+    """Returns the simulated memory of a step, with the gradients that the run accumulates over micro-batches."""
     memory = simulate(job, progress)
+    # Under ZeRO stages 2 and 3 one micro-batch is simulated. Add the float32 gradients of the earlier ones: an upper
+    # bound, because the simulated peak already contains the gradients of some parameters.
     if config.train.accumulation == 1 or job.zero_stage == 1:
         return memory
     place, sizes = ("host", memory.host_breakdown) if job.on_host else ("device", memory.device_breakdown)

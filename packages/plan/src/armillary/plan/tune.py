@@ -108,12 +108,7 @@ class TuneOptions(ConfiguredRun):
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of a candidate's forward and backward: median over passes, each on its slowest rank.
-
-    Args:
-        seconds: None if the candidate failed.
-        reason: the errors of the ranks if the candidate failed, else "".
-    """
+    """Seconds of a candidate's forward and backward: median over passes on their slowest ranks; None if it failed."""
 
     candidate: Candidate
     seconds: float | None
@@ -122,14 +117,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a candidate on one rank: seconds of each pass, or the reason of its failure.
-
-    Args:
-        by_peers: True if communication failed, because another rank has failed or died.
-    """
+    """Result of a candidate on one rank: seconds of each pass, or the reason of its failure."""
 
     seconds: list[float] = field(default_factory=list[float])
     reason: str = ""
+    # Communication failed, because another rank has failed or died.
     by_peers: bool = False
 
 
@@ -138,22 +130,13 @@ Measure = Callable[[Config, Candidate, torch.device, int, Ranks], list[float]]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parses the command line and tunes.
-
-    Exit codes: 0: the choice is written. 1: an error ended the measurements. 2: wrong arguments, or no candidate could
-    be run; prints the reason in one line.
-    """
+    """Entry point of `armillary-tune`. Exits with 2 for wrong arguments, or if no candidate could be run."""
     with exit_on_error(PROGRAM):
         tune(read_options(sys.argv[1:] if argv is None else argv))
 
 
 def read_options(argv: Sequence[str]) -> TuneOptions:
-    """Parses a command line.
-
-    Raises:
-        ValueError: wrong flags or files of the trainer, a number outside its range, an unknown method or cluster, an
-            `out` that is no .toml file, a cluster together with replicate or tp, or a flag of an earlier version.
-    """
+    """Parses a command line."""
     refuse_removed(argv, REMOVED)
     options, _ = read_run(argv, TuneOptions, PROGRAM)
     check_limits(options)
@@ -175,11 +158,7 @@ def read_options(argv: Sequence[str]) -> TuneOptions:
 
 
 def all_candidates(options: TuneOptions, ranks: int) -> list[Candidate]:
-    """Returns all candidates on `ranks` ranks. Their meshes are shard x ring x ulysses; replicate and tp are the run's.
-
-    Raises:
-        ValueError: replicate x tp does not divide the ranks, or there are no candidates.
-    """
+    """Returns all candidates on `ranks` ranks: meshes of shard x ring x ulysses. replicate and tp are the run's."""
     config = options.measured_run
     parallel = config.parallel
     other_ranks = parallel.replicate * parallel.tp
@@ -201,13 +180,7 @@ def all_candidates(options: TuneOptions, ranks: int) -> list[Candidate]:
 
 
 def candidates_to_measure(options: TuneOptions, ranks: int, dtype: torch.dtype) -> list[Candidate]:
-    """Returns all candidates or, with `--cluster`, the `--best` that are predicted to be fastest of those that fit.
-
-    If none is predicted to fit, ranks all as if they did, because the prediction may be wrong.
-
-    Raises:
-        ValueError: as `all_candidates`, or a cluster with another number of ranks.
-    """
+    """Returns all candidates or, with `--cluster`, the `--best` that are predicted to be fastest of those that fit."""
     every = all_candidates(options, ranks)
     if options.cluster is None:
         return every
@@ -223,6 +196,7 @@ def candidates_to_measure(options: TuneOptions, ranks: int, dtype: torch.dtype) 
         seconds[candidate] = time_of(run, job, cluster).seconds
         if room.share(estimate(job)) <= 1:
             fitting.append(candidate)
+    # If none is predicted to fit, rank all as if they did: the prediction may be wrong.
     return sorted(fitting or every, key=lambda candidate: seconds[candidate])[: options.best]
 
 
@@ -232,9 +206,7 @@ def candidates_to_measure(options: TuneOptions, ranks: int, dtype: torch.dtype) 
 def measure(config: Config, candidate: Candidate, device: torch.device, iterations: int, ranks: Ranks) -> list[float]:
     """Returns this rank's seconds of `iterations` passes after a warm-up. Every rank must call it.
 
-    Raises:
-        ValueError: as `build_pass`.
-        RuntimeError: a rank cannot build the block, for instance because it has no memory left; on every rank.
+    Raises on every rank if a rank cannot build the block.
     """
     passes = list[Callable[[], None]]()
     # The pass itself communicates: a rank without its block would leave its peers waiting for the time-out.
@@ -255,10 +227,8 @@ def measure(config: Config, candidate: Candidate, device: torch.device, iteratio
 def build_pass(config: Config, candidate: Candidate, device: torch.device) -> Callable[[], None]:
     """Returns a function that runs forward and backward of one block; for a hybrid, of one period of its blocks.
 
-    Every rank must call it. The model is sharded as the trainer does it.
-
-    Raises:
-        ValueError: the model, the rows or the length do not allow the candidate. Every rank raises.
+    Every rank must call it, and every rank raises ValueError if the model, the rows or the length do not allow the
+    candidate.
     """
     # 1. The mesh and the method of the candidate.
     config = candidate.apply_to(config)
@@ -294,7 +264,6 @@ def build_pass(config: Config, candidate: Candidate, device: torch.device) -> Ca
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a GPU has finished its kernels."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -305,10 +274,7 @@ def synchronize(device: torch.device) -> None:
 def tune(options: TuneOptions, measure: Measure = measure) -> list[Measurement]:
     """Measures the candidates, prints the result and writes the fastest. Returns all measurements, fastest first.
 
-    Every rank must call it; all return the same.
-
-    Raises:
-        ValueError: there are no candidates, none of them could be run, or the file cannot be written; on every rank.
+    Every rank must call it; all return the same. Raises ValueError on every rank if no candidate could be run.
     """
     config, measurements = options.measured_run, list[Measurement]()
     with ExitStack() as stack:
@@ -369,11 +335,7 @@ def attempt(passes: Callable[[], list[float]], ranks: Ranks, device: torch.devic
 
 
 def exchange(outcome: Outcome, store: dist.Store, number: int, ranks: Ranks) -> list[Outcome]:
-    """Returns the outcomes of candidate `number` on all ranks. Needs no process group, only the store.
-
-    Raises:
-        torch.distributed.DistError: a rank is missing.
-    """
+    """Returns the outcomes of candidate `number` on all ranks. Needs no process group, only the store."""
     store.set(f"{number}/{ranks.rank}", json.dumps(asdict(outcome)))
     return [Outcome(**json.loads(store.get(f"{number}/{rank}"))) for rank in range(ranks.size)]
 
@@ -390,11 +352,7 @@ def combined(candidate: Candidate, outcomes: Sequence[Outcome]) -> Measurement:
 
 
 def report(options: TuneOptions, measurements: Sequence[Measurement], ranks: int) -> None:
-    """Prints all measurements, which are sorted, and writes the configuration of the run with the fastest candidate.
-
-    Raises:
-        ValueError: no candidate could be run, or the file cannot be written.
-    """
+    """Prints all measurements, which are sorted, and writes the configuration of the run with the fastest candidate."""
     best = measurements[0]
     if best.seconds is None:
         raise ValueError(

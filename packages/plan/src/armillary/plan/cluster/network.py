@@ -79,13 +79,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """One level of the network: groups of ranks, and the link that carries sends within a group.
+    """One level of the network: groups of `ranks` ranks, and the link that carries sends within a group.
 
-    A send belongs to the lowest level that has both its source and its target in one group.
-
-    Args:
-        ranks: number of ranks of a group.
-        card: if the link is per "group", number of ranks that share a network card; None: the group shares one bus.
+    A send belongs to the lowest level that has both its source and its target in one group. If the link is per "group",
+    `card` ranks share a network card; with None the group shares one bus.
     """
 
     name: str
@@ -131,11 +128,7 @@ class Delivery(NamedTuple):
 
 
 class Deliveries(NamedTuple):
-    """Timing of many sends: arrays with one element per send, as the fields of `Delivery`.
-
-    Args:
-        level: index of the level whose link carries the send.
-    """
+    """Timing of many sends: the fields of `Delivery` as arrays, and the index of the level whose link carries each."""
 
     source: Integers
     target: Integers
@@ -151,12 +144,9 @@ def concurrent_seconds(transfer: Any, compute: Any, disturbs: Any) -> Any:
 
 
 def deliveries(levels: Sequence[Level], sends: Integers, batch: Integers) -> Deliveries:
-    """Timing of sends of at least 1 byte between two ranks. The busiest port on its route determines a send's time.
+    """Timing of sends (source, target, bytes >= 1). Sends of one `batch` start together; batches do not meet.
 
-    Args:
-        levels: levels of the network, from the smallest groups to all ranks.
-        sends: (source, target, bytes) of each send.
-        batch: number of the batch of each send. Sends of one batch start together; batches do not meet.
+    `levels` are those of the network, from the smallest groups to all ranks.
     """
     source, target, size = sends.T
     # The lowest level that has both ends in one group: argmax returns the first of several equal values.
@@ -191,11 +181,9 @@ def deliveries(levels: Sequence[Level], sends: Integers, batch: Integers) -> Del
 
 
 def carried_bytes(port: Integers, size: Integers) -> Integers:
-    """For each send, the bytes that its port has carried when the send is done, if all sends start together.
-
-    They share the port's bandwidth evenly, so small sends finish before large ones: the port has then carried all
-    smaller sends, and as many bytes of every larger one.
-    """
+    """For each send, the bytes that its port has carried when the send is done, if all sends start together."""
+    # Sends share the bandwidth of their port evenly, so small sends finish before large ones: the port has then carried
+    # all smaller sends, and as many bytes of every larger one.
     order = np.lexsort((size, port))
     port, size = port[order], size[order]
     sums, first, end = np.cumsum(size), np.searchsorted(port, port), np.searchsorted(port, port, "right")

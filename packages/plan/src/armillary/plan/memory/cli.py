@@ -119,12 +119,7 @@ def main(argv: Sequence[str], program: str) -> bool:
 
 @dataclass(frozen=True)
 class MemoryResult:
-    """Memory of a step: simulated and estimated.
-
-    Args:
-        options: the command's options. `job`, `cluster` and `room` are what they resolve to.
-        fit: the longest sequence that fits, if the options ask for it (`max_context`).
-    """
+    """Memory of a step: simulated and estimated. `fit` is the longest sequence that fits, if the options ask for it."""
 
     options: MemoryOptions
     job: Job
@@ -136,7 +131,6 @@ class MemoryResult:
 
     @property
     def fits(self) -> bool:
-        """True if the simulated step fits into memory."""
         return self.room.share(self.memory) <= 1
 
 
@@ -145,11 +139,7 @@ def plan_memory(
 ) -> MemoryResult:
     """Simulates the training step, or with `max_context` the longest one that fits.
 
-    Args:
-        progress: called with a simulation's title, the number of gradients so far, and their total number.
-
     Raises:
-        ValueError: an unknown name, axes that do not match the cluster or the model, or reserves that leave no memory.
         DoesNotFitError: the step needs so much memory that a simulation would take too long; or no length fits.
     """
     check_limits(options)
@@ -196,11 +186,7 @@ def plan_memory(
 
 
 def mesh_axes(options: MemoryOptions, model: Model, cluster: Cluster) -> dict[str, int]:
-    """Returns the sizes of the mesh axes, with defaults for ring and ulysses.
-
-    Raises:
-        ValueError: the product of the sizes is not the cluster's number of ranks.
-    """
+    """Returns the sizes of the mesh axes, with defaults for ring and ulysses."""
     ranks, method_axes = max(1, cluster.ranks // options.shard), named_method(options.attention).axes
     free_ranks = ranks // (options.ring or 1)
     if options.ulysses is not None:
@@ -246,11 +232,7 @@ def as_dict(result: MemoryResult) -> dict[str, Any]:
 
 
 def show(result: MemoryResult) -> None:
-    """Prints the peak memory by category, whether the sequence fits, the estimate, and the simulation's time.
-
-    With --max-context, instead of whether it fits: which memory limits the length, and how much a million tokens more
-    would need.
-    """
+    """Prints the peak memory by category, whether the sequence fits, the estimate, and the simulation's time."""
     options, job, room, memory = result.options, result.job, result.room, result.memory
     print_lines(f"{options.model}, {model_size(job.model)}, on {result.cluster.name}")
     checkpoints, optimizer = policy_text(options.checkpointing), "host" if options.on_host else "device"
@@ -260,6 +242,7 @@ def show(result: MemoryResult) -> None:
     print_table(COLUMNS, memory_rows(memory, room))
     print()
     if result.fit is not None:
+        # Which memory limits the length, and what a million tokens more would need.
         longer = result.fit.longer
         spare = {
             place: f"{gib(need)} GiB ({gib(abs(need - size))} {'missing' if need > size else 'to spare'})"

@@ -32,11 +32,7 @@ from armillary.plan.memory.torch_private import storage_key
 
 @dataclass(eq=False)
 class Allocation:
-    """A live allocation.
-
-    Args:
-        resize_time: time of its last change of size, on the clock of its account.
-    """
+    """A live allocation. `resize_time` is the time of its last change of size, on the clock of its account."""
 
     account: Account
     bytes: int
@@ -95,7 +91,6 @@ class Account:
         allocation.category = category
 
     def transfer(self, allocation: Allocation, account: Account) -> None:
-        """Moves an allocation to another account."""
         size = allocation.bytes
         self.resize(allocation, 0)
         allocation.account = account
@@ -112,13 +107,7 @@ DEVICE: OpOverload = torch.ops.prim.device.default
 
 
 class EagerSemantics(TorchDispatchMode):
-    """Restores eager execution for `LiveBytes`, the mode below it, in two ways.
-
-    - Composite ops run as the ops that they consist of. Otherwise an op of Armillary would run its fake implementation,
-      which allocates only the results. torch decomposes its own composite ops above autograd, but not below it.
-    - In eager mode, autograd adds two gradients in place if it alone owns one of them. Under a dispatch mode it
-      allocates the sum, so this mode adds in place instead.
-    """
+    """Restores eager execution for `LiveBytes`, the mode below it: of composite ops, and of autograd's additions."""
 
     def __enter__(self) -> Self:
         unshared_gradient()  # cached here, because it cannot be measured inside of a backward pass
@@ -132,9 +121,12 @@ class EagerSemantics(TorchDispatchMode):
         # Autograd queries devices more often than it calls ops. Answering here saves the dispatch to the modes below.
         if func is DEVICE:
             return torch_private.device(args[0])
+        # Composite ops run as the ops that they consist of: an op of Armillary would run its fake implementation, which
+        # allocates only the results. torch decomposes its own composite ops above autograd, but not below it.
         if function := torch_private.decomposition(func):
             with self:
                 return function(*args, **(kwargs or {}))
+        # Autograd adds in place if it alone owns a gradient, but allocates the sum under a dispatch mode.
         if func is ADD and torch_private.called_by_autograd():
             for i, counts in enumerate(torch_private.reference_counts(args[:2])):
                 # Other tensors may read a larger storage, so autograd owns only a tensor that has the whole storage.
@@ -304,7 +296,6 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 
 
 def label_name() -> str | None:
-    """Returns the name of the current label, if there is one."""
     label = current_label()
     return None if label is None else label.name
 

@@ -16,10 +16,9 @@ from armillary.plan.memory.sizes import FLOAT32_BYTES, StepSizes
 
 @dataclass(frozen=True)
 class Estimate:
-    """Peak bytes of a training step on one rank, of the device's memory and of the host's.
+    """Peak bytes of a training step on one rank, of the device's memory and of the host's, each with its categories.
 
     Args:
-        device_breakdown, host_breakdown: bytes by category, at the peak of that memory.
         moment: moment of the step at which the device's memory peaks, such as "loss".
         moments: the device's bytes at each moment that may be the peak.
     """
@@ -103,10 +102,7 @@ class Peaks:
         yield "optimizer", self.state() + CategoryBytes(gradients=self.shard(self.step.all_parameters))
 
     def host(self) -> Iterator[CategoryBytes]:
-        """Yields host memory in the backward of the last block and of recomputed segments' last blocks, and at the end.
-
-        The end is the optimizer's step.
-        """
+        """Yields host memory in the backward of the last block and of segments' last blocks, and at the end."""
         step, model = self.step, self.step.model
         # Bytes on this rank per parameter of the model, for each of: master weight, gradient, and AdamW's two moments.
         shard = FLOAT32_BYTES / step.sharing if step.on_host else 0
@@ -131,19 +127,16 @@ class Peaks:
     def baseline(self, unreduced_blocks: int | None = None) -> CategoryBytes:
         """Memory that exists from the forward of block 0 to its backward.
 
-        It has the state, the root's parameters, ids, labels and positions (int64), and RoPE's cosines and sines
-        [T, 1, D / 2]. Under ZeRO stage 1 with several micro-batches it also has all parameters and the gradients of
-        earlier micro-batches, both unsharded.
-
-        Args:
-            unreduced_blocks: in backward, number of blocks whose gradients are not reduced yet: blocks 0, 1, ...
+        In backward, the gradients of blocks 0 to `unreduced_blocks` - 1 are not reduced yet.
         """
         step, model = self.step, self.step.model
         batch = 8 * step.tokens * (2 * step.rows + 1)  # ids and labels of each row, and positions of all rows together
         rotation = step.tokens * model.head_dim * FLOAT32_BYTES if model.gated else 0  # D / 2 cosines and D / 2 sines
+        # The state, the root's parameters, ids, labels and positions (int64), and RoPE's cosines and sines.
         memory = self.state() + CategoryBytes(parameters=step.e * model.root, other=batch + rotation)
         if not step.keeps_gradients:
             return memory
+        # ZeRO stage 1 with several micro-batches keeps all parameters and earlier gradients, both unsharded.
         reduced = 0
         if unreduced_blocks is not None:
             reduced = model.head + step.parameters(range(unreduced_blocks, model.layers))
@@ -163,13 +156,11 @@ class Peaks:
         return 0 if self.step.keeps_gradients else size
 
     def in_backward(self, i: int) -> CategoryBytes:
-        """Baseline, parameters and gradients of parameters in block i's backward, without activations.
-
-        FSDP has gathered the parameters of block i and, by prefetch, of the previous block; under ZeRO stages 1 and 2
-        those of all previous blocks. Meanwhile it reduces the gradients of the next block, whose unsharded float32 copy
-        exists until the next reduction.
-        """
+        """Baseline, parameters and gradients of parameters in block i's backward, without activations."""
         step, model = self.step, self.step.model
+        # FSDP has gathered the parameters of block i and, by prefetch, of the previous block; under ZeRO stages 1 and 2
+        # those of all previous blocks. It reduces the gradients of the next block, whose float32 copy exists until the
+        # next reduction.
         last = i == model.layers - 1
         previous_unit = step.at(i - 1).model.block if i else model.table  # the FSDP unit before block 0: the embedding
         reducing_bytes = FLOAT32_BYTES * (model.head if last else step.at(i + 1).model.block)
@@ -188,10 +179,7 @@ class Peaks:
         return [segment[-1] for segment in self.step.segments if len(segment) > 1]
 
     def stored_tensors(self, blocks: Sequence[int], host: bool = False) -> CategoryBytes:
-        """Tensors that `blocks` store in forward, on the device or on the host.
-
-        These are checkpoints or, under policy "none", the tensors that autograd saves.
-        """
+        """Tensors that `blocks` store in forward: checkpoints or, under policy "none", those that autograd saves."""
         step = self.step
         if step.checkpointing.policy == "none":
             saved_tensors = CategoryBytes()
@@ -211,10 +199,7 @@ class Peaks:
         return self.checkpoints(sum(keep.x for keep in keeps), sum(keep.attention_output for keep in keeps))
 
     def copies_in_flight(self, i: int) -> CategoryBytes:
-        """Checkpoints of block i that are being copied to the host.
-
-        They are on the device until the forward of the next block, or of the loss, is done.
-        """
+        """Checkpoints of block i in flight to the host, until the forward of the next block or the loss is done."""
         if self.step.checkpointing.policy == "none" or not self.step.keeps[i].host:
             return CategoryBytes()
         return self.checkpoints(self.step.keeps[i].x, self.step.keeps[i].attention_output)
@@ -245,13 +230,10 @@ class Peaks:
         return CategoryBytes(other=block.x + (block.gathered or block.x), attention=block.kept_attention())
 
     def stored_at(self, i: int) -> CategoryBytes:
-        """Checkpoints on the device in block i's backward: stored, recomputed, or copied back from the host.
-
-        Under policy "none" the tensors that autograd saved in the previous blocks. Those of block i are counted by each
-        moment, because its backward frees them one by one.
-        """
+        """Checkpoints on the device in block i's backward: stored, recomputed, or copied back from the host."""
         step = self.step
         if step.checkpointing.policy == "none":
+            # Of the previous blocks. Each moment counts those of block i, which backward frees one by one.
             return self.stored_tensors(range(i))
         # Stored on the device, and block i's own ones that were recomputed or copied from the host.
         keep = step.keeps[i]
@@ -266,11 +248,9 @@ class Peaks:
     # -- moments ------------------------------------------------------------------------------------------------------
 
     def forward_attention(self) -> CategoryBytes:
-        """Largest memory of a block at attention's peak in forward.
-
-        Considers the last blocks, at least one of each mixer, when most checkpoints exist, and the block after the one
-        that copies the most to the host, because that copy is in flight meanwhile.
-        """
+        """Largest memory of a block at attention's peak in forward."""
+        # The last blocks, at least one of each mixer, when most checkpoints exist, and the block after the one that
+        # copies the most to the host, because that copy is in flight meanwhile.
         last = self.step.model.layers - 1
         largest_copy = -1  # without offload the block after this one is block 0
         if self.step.checkpointing.offload:
@@ -290,11 +270,7 @@ class Peaks:
         return self.baseline() + max(candidates, key=lambda memory: sum(memory.values()))
 
     def loss(self) -> CategoryBytes:
-        """Memory of the loss, at its peak in a chunk of tokens.
-
-        It has the last block's output, the normed output and its gradient, the head's float32 gradient, and the logits
-        of a chunk.
-        """
+        """Memory of the loss, at its peak in a chunk of tokens."""
         step, model = self.step, self.step.model
         chunk = loss_chunk_tokens(step.rows * step.tokens, model.dim, step.tp * model.vocabulary, step.e, step.tp)
         # For each token of the chunk: logits [V], in 16 bits also their float32 copy [V], and a float32 tensor [E].
@@ -302,6 +278,7 @@ class Peaks:
             model.vocabulary * (step.e + FLOAT32_BYTES if step.e < FLOAT32_BYTES else step.e)
             + model.dim * FLOAT32_BYTES
         )
+        # The gradients of the normed output and, in float32, of the head.
         gradients = step.x + FLOAT32_BYTES * model.vocabulary * model.dim
         # Parameters count twice: the all-gather copies them out of its buffer.
         parameters = 2 * step.e * model.head + self.kept_gathered(model.layers)
@@ -309,13 +286,10 @@ class Peaks:
         return self.baseline() + self.stored_by_previous(model.layers) + head
 
     def loss_backward(self) -> CategoryBytes:
-        """Memory when the loss's backward scales its two gradients, while FSDP gathers the last block.
-
-        The gradients are those of the last block's output and of the head. Each exists twice: as the forward computed
-        it, and scaled in the compute dtype.
-        """
+        """Memory when the loss's backward scales its two gradients, while FSDP gathers the last block."""
         step, model = self.step, self.step.model
         table = model.vocabulary * model.dim
+        # The gradients of the last block's output and of the head: as forward computed them, and scaled.
         loss = 2 * step.x + (FLOAT32_BYTES + step.e) * table
         last_block = step.at(model.layers - 1).model.block
         parameters = step.e * model.head + (self.kept_gathered(model.layers) or step.e * last_block)
@@ -378,11 +352,9 @@ class Peaks:
         return self.recomputed_output(i) + gradients
 
     def tables(self) -> CategoryBytes:
-        """Memory at the end of backward: the larger of the embedding's backward and the reduction of its gradient.
-
-        A tied table is a part of the root, which is reduced as a whole, with norms and learned positions.
-        """
+        """Memory at the end of backward: the larger of the embedding's backward and the reduction of its gradient."""
         step, model = self.step, self.step.model
+        # A tied table is a part of the root, which is reduced as a whole, with norms and learned positions.
         table_size = model.root if model.tied else model.table
         reduced = self.shard(step.all_parameters - table_size)
         # 1. Parameters and gradient of the table, dx, and block 0's float32 gradients, which are being reduced.

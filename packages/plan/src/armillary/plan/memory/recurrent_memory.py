@@ -39,7 +39,6 @@ class LinearBytes(NamedTuple):
     per_gathered: float
 
     def at(self, tokens: float, gathered: float) -> float:
-        """Returns the bytes for a number of tokens and `gathered` bytes of states and maps."""
         return self.fixed + self.per_token * tokens + self.per_gathered * gathered
 
 
@@ -85,12 +84,10 @@ class StateMemory:
 
 @lru_cache(maxsize=1024)
 def gathered_bytes(mixer: Mixer, states: StateConfig, ranks: int, zigzag: bool) -> int:
-    """Bytes of the states and maps that a layer gathers from all ranks for one row, on zigzag or contiguous shards.
-
-    Each rank after the second adds the same number of bytes, so layouts of 2 and of 3 ranks give the bytes of any.
-    """
+    """Bytes of the states and maps that a layer gathers from all ranks for one row, on zigzag or contiguous shards."""
     if ranks == 1:
         return 0
+    # Each rank after the second adds the same number of bytes, so layouts of 2 and of 3 ranks give the bytes of any.
     layer = "ssd" if mixer == "mamba2" else "gated_delta_rule"
     two, three = (
         STATE_BYTES
@@ -109,7 +106,6 @@ def gathered_bytes(mixer: Mixer, states: StateConfig, ranks: int, zigzag: bool) 
 
 
 def _layout(tokens: int, ranks: int) -> SequenceLayout:
-    """Returns a zigzag layout whose ranks have two chunks of `tokens` tokens each."""
     return SequenceLayout.zigzag(2 * tokens * ranks, ranks)
 
 

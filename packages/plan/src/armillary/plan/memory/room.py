@@ -36,11 +36,7 @@ class Room:
     def of(
         cls, cluster: Cluster, reserve: int = byte_quantity(RESERVE), host_reserve: int = byte_quantity(HOST_RESERVE)
     ) -> Room:
-        """Returns the room on a cluster, less `reserve` bytes of each device and `host_reserve` bytes of each machine.
-
-        Raises:
-            ValueError: the reserves leave no memory.
-        """
+        """Returns the room on a cluster, less `reserve` bytes of each device and `host_reserve` of each machine."""
         room = cls(cluster.device_memory - reserve, (cluster.host_memory - host_reserve) // cluster.ranks_per_node)
         if min(room.device, room.host) < 1:
             raise ValueError(
@@ -82,13 +78,7 @@ the fastest policy, which needs the most memory, to the slowest."""
 
 
 def fit_policy(policy: Checkpointing, job: Job, room: Room) -> Iterator[tuple[Job, Estimate]]:
-    """Yields (job, its memory) under the policy itself, then under variants that store as many checkpoints as fit.
-
-    With `offload`, one variant keeps the checkpoints of as many of the last blocks as fit on the device. If memory
-    still does not suffice, two variants drop checkpoints: the first keeps all inputs and drops attention outputs, the
-    second drops inputs first. A dropped output costs a recomputation of attention, a dropped input only one of the part
-    after attention in the previous block.
-    """
+    """Yields (job, its memory) under the policy itself, then under variants that store as many checkpoints as fit."""
     layers = job.model.layers
 
     @cache  # the bisections repeat policies
@@ -114,6 +104,9 @@ def fit_policy(policy: Checkpointing, job: Job, room: Room) -> Iterator[tuple[Jo
         yield under(policy)
     # 3. Fewer checkpoints.
     if not fits(policy):
+        # The first variant keeps all inputs and drops attention outputs, the second drops inputs first. A dropped
+        # output costs a recomputation of attention, a dropped input only one of the part after attention in the
+        # previous block.
         for all_inputs in (True, False):
             variant = with_counts(policy, layers, all_inputs, fits)
             if variant is not None:
@@ -123,13 +116,9 @@ def fit_policy(policy: Checkpointing, job: Job, room: Room) -> Iterator[tuple[Jo
 def with_counts(
     policy: Checkpointing, layers: int, all_inputs: bool, fits: Callable[[Checkpointing], bool]
 ) -> Checkpointing | None:
-    """Returns the policy with the most attention outputs that fit, and then the most inputs that fit beside them.
+    """Returns the policy with the most attention outputs that fit, and then the most inputs, or None if none fits.
 
-    None if no number of outputs fits.
-
-    Args:
-        all_inputs: True keeps all inputs. False chooses the number of outputs with the number of inputs whose peak is
-            lowest (`best_input_count`).
+    If `all_inputs`, all inputs are kept.
     """
     on_device, has_outputs = policy.on_device, policy.policy == "attention_output"
 
@@ -138,6 +127,7 @@ def with_counts(
             inputs = layers
         elif inputs is None:
             # Blocks with checkpoints on the device always keep their inputs.
+            # The number of inputs whose peak is lowest.
             inputs = on_device + best_input_count(layers - on_device, max(0, outputs - on_device))
         counts = {"outputs": None if outputs == layers else outputs} if has_outputs else {}
         return replace(policy, inputs=None if inputs == layers else inputs, **counts)
@@ -168,13 +158,7 @@ def largest(first: int, last: int, fits: Callable[[int], bool]) -> int | None:
 
 @dataclass(frozen=True)
 class LongestFit:
-    """The longest sequence that fits.
-
-    Args:
-        length: number of tokens of the sequence.
-        memory: simulated memory of its step.
-        longer: predicted memory for a sequence of a million tokens more (`longer_length`).
-    """
+    """The longest sequence that fits, its simulated memory, and the predicted memory of a million tokens more."""
 
     length: int
     memory: StepMemory
@@ -188,14 +172,7 @@ class LongestFit:
 def longest_fit(
     simulate: Callable[[int], StepMemory], predict: Callable[[int], Usage], room: Room, multiple: int, start: int
 ) -> LongestFit:
-    """Returns the longest sequence that fits, among lengths that are multiples of `multiple` tokens.
-
-    Searches by prediction, then simulates the length, and shorter ones until one fits.
-
-    Args:
-        simulate: simulates a step with a sequence of this length.
-        predict: as `simulate`, faster and less exact.
-        start: length at which the search starts.
+    """Returns the longest sequence that fits, among multiples of `multiple` tokens; `predict` is a faster `simulate`.
 
     Raises:
         DoesNotFitError: not even `multiple` tokens fit.
@@ -214,11 +191,8 @@ def longest_fit(
 
 
 def longest_predicted(predict: Callable[[int], Usage], room: Room, multiple: int, start: int, attempts: int = 8) -> int:
-    """Returns the longest tried length that fits by prediction, or `multiple` if none does.
-
-    The secant method finds lengths that fill the room. Memory is nearly linear in the length, so a few attempts
-    suffice.
-    """
+    """Returns the longest tried length that fits by prediction, or `multiple` if none does."""
+    # The secant method: memory is nearly linear in the length, so a few attempts suffice.
     first = max(multiple, start // 2 // multiple * multiple)
     usages = {length: predict(length) for length in (first, 2 * first)}  # the first two points of the secant
     for _ in range(attempts):
@@ -251,11 +225,7 @@ FORMULAS = ("forward_memory", "backward_memory")
 def check_simulated(job: Job, cluster: Cluster, room: Room, flag: str) -> None:
     """Refuses a step that by formulas needs far more memory than there is, because its simulation would take too long.
 
-    Args:
-        flag: flag of the sequence length, for the error's message.
-
-    Raises:
-        DoesNotFitError: the step needs more than `SIMULATED_SHARE` times the room. The message has the `advice`.
+    The error names the `flag` of the sequence length, and has the `advice`.
     """
     if room.share(usage := estimate(job)) > SIMULATED_SHARE:
         raise DoesNotFitError(
@@ -264,11 +234,8 @@ def check_simulated(job: Job, cluster: Cluster, room: Room, flag: str) -> None:
 
 
 def advice(job: Job, cluster: Cluster, room: Room) -> str:
-    """Returns the nearest changes with which a step fits, by formulas, and how many accelerators would suffice.
-
-    A change is another checkpoint policy, another method on as many ranks, or fewer tokens. If neither a policy nor a
-    method alone suffices, both are changed.
-    """
+    """Returns the nearest changes with which a step fits, by formulas, and how many accelerators would suffice."""
+    # Another checkpoint policy, another method on as many ranks, or both if neither suffices alone; or fewer tokens.
     policy, method = fitting_policy(job, room), fitting_method(job, room)
     both = fitting_method(replace(job, checkpointing=POLICIES[-1], on_host=True), room)
     changes = list[str]()
@@ -297,8 +264,9 @@ def fitting_policy(job: Job, room: Room) -> Job | None:
 def fitting_method(job: Job, room: Room) -> Job | None:
     """Returns the job with another method that fits, on the job's mesh if one does, else on another of as many ranks.
 
-    Of several, the one that leaves the most memory free. None for a hybrid: it is simulated for every mesh.
+    Of several, the one that leaves the most memory free.
     """
+    # A hybrid would be simulated for every mesh.
     if is_hybrid(job.model):
         return None
     mesh = Mesh(**{"shard": 1, "ring": 1, "ulysses": 1, **job.axes})
@@ -314,10 +282,8 @@ def fitting_method(job: Job, room: Room) -> Job | None:
 
 
 def fewer_tokens(job: Job, cluster: Cluster, room: Room) -> int | None:
-    """Returns the longest shorter sequence that fits; None if there is none.
-
-    Lengths are multiples of 1,024 tokens for each rank, or of the number of ranks if the job has fewer tokens.
-    """
+    """Returns the longest shorter sequence that fits; None if there is none."""
+    # 1,024 tokens for each rank or, in a short sequence, one.
     multiple = 1024 * cluster.ranks if job.length > 1024 * cluster.ranks else cluster.ranks
 
     def fits(count: int) -> bool:
@@ -329,10 +295,8 @@ def fewer_tokens(job: Job, cluster: Cluster, room: Room) -> int | None:
 
 
 def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
-    """Returns the number of accelerators on which a step would fit, by formulas, as text.
-
-    Doubles the ring until the step fits. A method without a ring gets one, within its head axis if it has that.
-    """
+    """Returns the number of accelerators on which a step would fit, by formulas, as text."""
+    # A method without a ring gets one, within its head axis if it has that.
     attention = AttentionChoice.of(job.method)
     if "ring" not in job.method.axes:
         attention = replace(attention, name="ring" if attention.name == "local" else f"{attention.name}+ring")
@@ -349,7 +313,6 @@ def more_devices(job: Job, cluster: Cluster, room: Room) -> str:
 
 
 def change_text(job: Job, other: Job) -> str:
-    """Describes the changes from a job to another: method and mesh, checkpoints, and the optimizer's place."""
     changes = list[str]()
     if other.attention != job.attention or other.axes != job.axes:
         changes.append(f"{other.attention} on {Mesh(**other.axes)}")

@@ -139,7 +139,6 @@ def padded_rows(x: Tensor, document_ends: Tensor | None) -> int:
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """Head dim of a work buffer."""
     multiple = 32 if head_dim <= 128 else 64
     return -(-head_dim // multiple) * multiple
 
@@ -266,12 +265,7 @@ class SimulatedStep:
         return cls(job, model, method.layout(job.length), method.shard, mesh.device_type)
 
     def run(self, round_to: int = CUDA_BLOCK, progress: Progress = lambda _done, _total: None) -> StepMemory:
-        """Allocates all state and trains for one step, on fake tensors inside of a `FakeTensorMode`, else on real ones.
-
-        Args:
-            round_to: as in `LiveBytes`.
-            progress: as in `simulate`.
-        """
+        """Allocates all state and trains for one step, on fake tensors in a `FakeTensorMode`, else on real ones."""
         start = time.perf_counter()
         parameters, gradient_numbers = list(self.model.parameters()), count(1)
         with LiveBytes(round_to) as live, simulated_stream():
@@ -328,7 +322,6 @@ class SimulatedStep:
         optimizer.zero_grad()
 
     def loss(self) -> Tensor:
-        """Returns the loss of one micro-batch of zeros, as the trainer computes it."""
         with label("batch"):
             positions = self.layout.positions(self.shard).to(self.device)
             tokens = torch.zeros(self.job.rows, len(positions), dtype=torch.long, device=self.device)

@@ -139,7 +139,6 @@ class Widths:
 
     @property
     def tied(self) -> bool:
-        """True if the head is the embedding table."""
         return self.head == 0
 
 
@@ -183,11 +182,7 @@ class StepSizes:
 
     @classmethod
     def of(cls, job: Job) -> StepSizes:
-        """Returns the sizes of a job.
-
-        Raises:
-            ValueError: the job's attention is not an `AttentionChoice`, or leaves an axis unused.
-        """
+        """Returns the sizes of a job, whose attention must be an `AttentionChoice`."""
         ring, ulysses, tp = (job.axes.get(name, 1) for name in ("ring", "ulysses", "tp"))
         method = job.method
         method.check_used(method.mesh_axes({"ring": ring, "ulysses": ulysses}))
@@ -238,7 +233,6 @@ class StepSizes:
         return [(self.state_blocks.get(mixer, self), mixer_blocks) for mixer, mixer_blocks in indices.items()]
 
     def parameters(self, blocks: Sequence[int]) -> int:
-        """Number of parameters of `blocks`."""
         return sum(len(mixer_blocks) * sizes.model.block for sizes, mixer_blocks in self.by_mixer(blocks))
 
     @cached_property
@@ -349,12 +343,10 @@ class StepSizes:
         return 0.0
 
     def projection_gradients(self) -> float:
-        """Gradients of the projections' weights that stages accumulate.
-
-        Those of queries exist after the first stage. Those of keys and values exist after the first round: the stages
-        that share key heads.
-        """
+        """Gradients of the projections' weights that stages accumulate."""
         model, stages = self.model, self.stages
+        # Those of queries exist after the first stage, those of keys and values after the first round: the stages that
+        # share key heads.
         queries = model.heads if stages.has_several_stages else 0
         keys = 2 * model.key_heads if stages.has_several_rounds else 0  # key heads and value heads
         return self.summed_gradient * (queries + keys) * model.head_dim * model.dim
@@ -414,10 +406,7 @@ class StateSizes(StepSizes):
 
     @property
     def recorded(self) -> float:
-        """Bytes that autograd records when it recomputes the layer, before the part after attention runs backward.
-
-        These are the normed input and the layer's tensors without out. Under policy "none" they are stored tensors.
-        """
+        """Bytes that autograd records when it recomputes the layer: normed input, and its tensors without out."""
         if self.checkpointing.policy == "none":
             return 0.0
         # The normed input is gathered over tensor-parallel ranks, if there are any.

@@ -52,7 +52,6 @@ def fake_group(rank: int, ranks: int) -> dist.ProcessGroup:
 
 
 def op_name(op: OpOverload) -> str:
-    """Returns an op's name without its overload, such as "aten::add"."""
     return cast(Any, op)._schema.name
 
 
@@ -99,10 +98,7 @@ def modes_disabled() -> AbstractContextManager[Any]:
 
 
 def observe_resizes(callback: Callable[[UntypedStorage], None]) -> AbstractContextManager[None]:
-    """Context manager that calls `callback` after each `resize_` of an untyped storage.
-
-    `resize_` is no op, so dispatch modes do not see it.
-    """
+    """Context manager that calls `callback` after each `resize_` of a storage, which dispatch modes do not see."""
 
     def wrap(resize: Callable[..., Any]) -> Callable[..., Any]:
         def resize_(self: UntypedStorage, *args: Any) -> Any:

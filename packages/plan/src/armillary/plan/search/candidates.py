@@ -33,8 +33,6 @@ def layouts_of(hybrid: bool, documents: bool) -> tuple[Layout, ...]:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the mesh axes."""
-
     shard: int
     ring: int
     ulysses: int
@@ -52,7 +50,6 @@ class Mesh:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes by axis name, as `Job` takes them."""
         return asdict(self)
 
 
@@ -107,7 +104,6 @@ def candidates(
     """Yields all meshes over all ranks, with all methods that use the mesh's axes.
 
     Args:
-        heads: query heads.
         rows: sequences per step. replicate x shard must divide them.
         names: methods to yield; empty: all. "usp" is ulysses+ring.
         tensor_parallel, replicate: sizes of these axes to try; those that do not divide the ranks are left out.
@@ -145,11 +141,7 @@ SIGMA = 1.0
 
 
 def rows_of_store(path: Path, length: int, rows: int) -> Rows:
-    """Returns the first `rows` rows of a store, packed by best fit. If the store has fewer, rows repeat.
-
-    Raises:
-        ValueError: the folder is no store.
-    """
+    """Returns the first `rows` rows of a store, packed by best fit. If the store has fewer, rows repeat."""
     ends = [row.ends for row in packed_rows(open_store(path), length, best_fit, rows)]
     return tuple(ends[i % len(ends)] for i in range(rows))
 

@@ -98,12 +98,10 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
 
 
 def show(result: SearchResult) -> None:
-    """Prints the best choices; of the first also its time by part, other policies, and the command that trains with it.
-
-    If nothing fits, prints the choices that need the least memory, and the nearest changes that would fit.
-    """
+    """Prints the best choices; of the first also its time by part, other policies, and the command to train."""
     print_lines(*heading(result), "")
     best = result.fitting[: result.options.best]
+    # Nothing fits: the choices that need the least memory, and the nearest changes that would fit.
     if not best:
         for choice in result.choices[:3]:
             print(f"{choice.candidate}: {result.reason(choice)}")

@@ -162,15 +162,7 @@ class SearchResult:
 
 
 def search(options: SearchOptions, progress: Callable[[int, int], None] = lambda _done, _total: None) -> SearchResult:
-    """Evaluates all candidates, and ranks the best choice of each.
-
-    Args:
-        progress: called with (candidates done, all candidates).
-
-    Raises:
-        ValueError: an unknown name, documents of an invalid store or length, a sequence shorter than its shards,
-            arguments that allow no mesh, or reserves that leave no memory.
-    """
+    """Evaluates all candidates, and ranks the best choice of each. `progress` takes (candidates done, all)."""
     # 1. Resolve names.
     check_limits(options)
     check_kernel_name("--kernel", options.kernel)
@@ -295,13 +287,10 @@ def choices_of(
 
 
 def best_of(choices: list[Choice], room: Room) -> Choice:
-    """Returns the fastest choice that fits; of several about equally fast ones (`TIE`), that with most free memory.
-
-    If none fits, returns the choice whose fuller memory is least full; of several with the same need of the host, the
-    one that needs the least of the device.
-    """
+    """Returns the fastest choice that fits; of several about equally fast ones (`TIE`), that with most free memory."""
     fitting = [choice for choice in choices if choice.fits]
     if not fitting:
+        # Of several with the same need of the host, the one that needs the least of the device.
         return min(choices, key=lambda choice: (room.share(choice.memory), choice.memory.device))
     fastest = min(choice.time.seconds for choice in fitting)
     ties = [choice for choice in fitting if choice.time.seconds <= (1 + TIE) * fastest]

@@ -35,10 +35,7 @@ def recipe_name(result: SearchResult) -> str:
 
 
 def trainer_config(result: SearchResult, choice: Choice) -> Config:
-    """Returns the trainer's configuration for a choice.
-
-    Learning rate, steps and saving are those of the model's recipe (`recipe_name`).
-    """
+    """Returns the trainer's configuration for a choice. Learning rate, steps and saving are the recipe's."""
     folder = pretrained_folder(result.options.model)
     recipe = recipe_config(recipe_name(result))
     data = DataConfig(
@@ -80,11 +77,7 @@ def model_flags(model: Model) -> ModelConfig:
 
 
 def write_choice(result: SearchResult, path: Path) -> None:
-    """Writes the first choice, which fits, to a file for `armillary-train --config`.
-
-    Raises:
-        ValueError: the file cannot be written.
-    """
+    """Writes the first choice, which fits, to a file for `armillary-train --config`."""
     best = result.fitting[0]
     comment = f"{best.candidate}, predicted by armillary-plan to be fastest on {result.cluster.name}"
     write_toml(path, recipe_name(result), trainer_config(result, best), comment)
@@ -93,9 +86,7 @@ def write_choice(result: SearchResult, path: Path) -> None:
 def command_line(result: SearchResult, choice: Choice, config: Path | None = None, data: Path | str = "DATA") -> str:
     """Returns the `torchrun` command to start on every node. Its HEAD_NODE stands for the name of one of the nodes.
 
-    Args:
-        config: file of the choice's configuration; by default the command has the configuration's flags.
-        data: token store, unless the search has one.
+    It names the file `config` if there is one, else it has the configuration's flags.
     """
     cluster, data = result.cluster, result.options.documents or data
     nodes = [f"--nnodes {cluster.nodes}", "--rdzv-backend c10d", "--rdzv-endpoint HEAD_NODE:29500"]
@@ -106,11 +97,7 @@ def command_line(result: SearchResult, choice: Choice, config: Path | None = Non
 
 
 def write_toml(path: Path, recipe: str, config: Config, comment: str) -> None:
-    """Writes a configuration to a TOML file, with `comment` as its first line.
-
-    Raises:
-        ValueError: the file cannot be written, or a value has no representation in TOML.
-    """
+    """Writes a configuration to a TOML file, with `comment` as its first line."""
     text = toml_text(recipe, config, comment)
     settings = parse_toml(text)
     # Read the text back: a user's recipe may have values, such as objects, that TOML cannot express.

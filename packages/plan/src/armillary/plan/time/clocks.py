@@ -45,7 +45,6 @@ class PassTime:
         return self.compute + self.exposed + self.overhead
 
     def times(self, n: float) -> PassTime:
-        """`n` such passes, one after another."""
         return PassTime(n * self.compute, n * self.exposed, n * self.overhead, n * self.exchange)
 
     def __add__(self, other: PassTime) -> PassTime:
@@ -69,14 +68,10 @@ class Clocks(NamedTuple):
     transfers_done: Floats
 
     def after(self, compute: Floats, moves: TimedSends, results: TimedSends, overlap: bool = True) -> Clocks:
-        """Returns the clocks after one more step.
-
-        Args:
-            compute: seconds of each rank's kernels; empty if the step only communicates.
-            moves: transfers that the step waits for.
-            results: transfers of the step's results, which overlap with the next step's computation.
-            overlap: True if moves run beside the computation, False if after it.
-        """
+        """Returns the clocks after one more step. `compute` is empty if the step only communicates."""
+        # A rank starts its next step once it has computed this one, has received the tensors that the step moves to it,
+        # and has handed those that it sends to the network (`Link.buffer`). Results must arrive by the end of the next
+        # step's computation.
         # 1. Computation. A step that only communicates has no kernels to run beside the previous step's result
         # transfers, so it starts after them.
         start = self.ready if len(compute) else np.maximum(self.ready, self.transfers_done)
@@ -111,15 +106,10 @@ def plan_seconds(
 ) -> PassTime:
     """Time of one pass of attention, until the last rank is done.
 
-    A transfer starts when both of its ends have reached the step. A rank starts its next step once it has computed the
-    step, has received the tensors that the step moves to it, and has handed the tensors that it sends to the network
-    (see `Link.buffer`). The results that a step sends must arrive by the end of the next step's computation.
-
     Args:
         steps: steps of the forward or of the backward of a plan over P ranks.
         seconds_per_pair: kernel seconds per visible (query, key) pair of a head.
-        copies: number of groups of P ranks that run the plan at the same time and share links. With stride 1 they are
-            the ranks 0..P-1, P..2P-1, ...
+        copies: number of groups of P ranks that run the plan at the same time and share links.
         overlap: False for a kernel that leaves no multiprocessor to NCCL: a step's moves then start after the kernel.
         stride: distance between successive ranks of a group, which is the number of groups that interleave. Tensor
             parallelism over tp ranks has stride tp. `copies` counts all groups, interleaved ones too.
@@ -144,11 +134,7 @@ Moves = tuple[Move, ...]
 
 
 class TimedSends(NamedTuple):
-    """Timing of the sends of a step's moves, as arrays: fields of `Delivery`, and `Link.disturbs` of each send.
-
-    Args:
-        longest: seconds of the longest send.
-    """
+    """Timing of a step's sends: fields of `Delivery` and `Link.disturbs` as arrays, and the `longest` in seconds."""
 
     source: Integers
     target: Integers
@@ -161,11 +147,7 @@ class TimedSends(NamedTuple):
 def timed_exchanges(
     exchanges: Iterable[tuple[Moves, Moves]], cluster: Cluster, copies: int, stride: int = 1
 ) -> dict[tuple[Moves, Moves], tuple[TimedSends, TimedSends]]:
-    """Timing of the (moves, later moves) of different steps in a group, while all `copies` groups send the same.
-
-    Moves and later moves share the links: in the steady state of a plan, the results of the previous step are in flight
-    during the moves of a step.
-    """
+    """Timing of the (moves, later moves) of different steps in a group, while all `copies` groups send the same."""
     exchanges, ranks = list(exchanges), cluster.ranks // copies
     # 1. The sends of all steps in one array, with ranks of the group. Row 2 i has the moves of step i, 2 i + 1 the
     # later moves.
@@ -185,6 +167,8 @@ def timed_exchanges(
     end = min(copies * ranks, lcm(width, cluster.ranks_per_node))
     firsts = np.array([first for start in range(0, end, width) for first in range(start, start + stride)])
     sends = np.stack(np.broadcast_arrays(*(firsts[:, None] + stride * x for x in (source, target)), size), axis=-1)
+    # Moves and later moves share the links: in the steady state of a plan, the results of the previous step are in
+    # flight during the moves of a step.
     timed = deliveries(cluster.levels, sends.reshape(-1, 3), np.tile(exchange // 2, len(firsts)))
     # 3. A send may cross nodes in one group and not in another, so each send takes as long as in its slowest group.
     slowest = np.argmax(timed.seconds.reshape(len(firsts), -1), axis=0) * len(rows) + np.arange(len(rows))
@@ -212,14 +196,10 @@ def sends_by_round(move: Move) -> Iterator[Send]:
 
 
 def collective_delays(moves: Iterable[Move], cluster: Cluster, stride: int = 1) -> Mapping[Ends, float]:
-    """Seconds that collectives take beyond the transfer of their bytes, by (source, target).
-
-    Each round of an all-gather waits for the round before. In all-gathers and reduce-scatters, two ranks that send to
-    each other may have to take turns (`Link.turns`): a rank's request for data queues behind the data that it sends.
-    An all-to-all has neither of these delays, because all of its sends start together.
-    """
+    """Seconds that collectives take beyond the transfer of their bytes, by (source, target)."""
     delays = defaultdict[Ends, float](float)
     for move in moves:
+        # All sends of an all-to-all start together, so it has no delays.
         if move.kind not in ("all_gather", "reduce_scatter"):
             continue
         ends = np.array([(stride * send.source, stride * send.target) for send in move.sends])
@@ -231,6 +211,7 @@ def collective_delays(moves: Iterable[Move], cluster: Cluster, stride: int = 1) 
             latency = float(deliveries(cluster.levels, one_byte, np.arange(len(ends))).seconds.max())
             for send in move.sends:
                 delays[send.source, send.target] += (ring_peers(move, send.source) - 1) * latency
+        # Two ranks that send to each other may have to take turns: a request for data queues behind a send.
         # The send in the opposite direction waits for a fraction (`Link.turns`) of this one. A rank's sends share its
         # links with each other alone.
         timed = deliveries(cluster.levels, np.column_stack((ends, sizes)), ends[:, 0])
@@ -253,15 +234,7 @@ def ring_peers(move: Move, rank: int) -> int:
 
 @lru_cache(maxsize=1024)
 def all_gather_seconds(cluster: Cluster, size: float, ranks: int | None = None, stride: int = 1) -> float:
-    """Seconds to all-gather a tensor of `size` bytes, or to reduce-scatter it, in all groups of ranks at once.
-
-    Like NCCL, uses one ring for each rank that a group has on a node. Each ring passes through all of these ranks and
-    leaves the node at another one, so that all network cards are used.
-
-    Args:
-        ranks: number of ranks of a group; by default all.
-        stride: distance between successive ranks of a group, as in `plan_seconds`.
-    """
+    """Seconds to all-gather or reduce-scatter `size` bytes, in all groups of `ranks` ranks at once, like NCCL."""
     ranks, per_node = ranks or cluster.ranks, cluster.ranks_per_node
     if ranks == 1:
         return 0.0
@@ -275,6 +248,8 @@ def all_gather_seconds(cluster: Cluster, size: float, ranks: int | None = None, 
         on_node = [i for i in range(index % stride, width, stride) if (start + i) // per_node == rank // per_node]
         next_on_node = on_node[(on_node.index(index) + 1) % len(on_node)]
         sends.append(Send(rank, start + next_on_node, passed))
+        # NCCL has one ring for each rank that a group has on a node, and each leaves the node at another rank, so that
+        # all network cards are used.
         # 2. To the next node. Each rank of a node is the exit of one ring, so it sends a fraction of the bytes.
         if len(on_node) < ranks:
             on_next_node = start + (index + max(per_node, stride)) % width

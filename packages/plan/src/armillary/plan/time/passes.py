@@ -61,7 +61,6 @@ class Passes:
     relayouts: int = 0
 
     def both(self) -> PassTime:
-        """Time of forward and backward together."""
         return self.forward + self.backward
 
     def at(self, mixer: Mixer, policy: Policy) -> Passes:
@@ -79,20 +78,11 @@ def passes_of(
 ) -> Passes:
     """Returns the time of a block's attention in forward and backward, and for a hybrid that of its other mixers.
 
-    If a persistent kernel leaves NCCL no multiprocessors (margin 0), forward hides no communication: NCCL's kernels
-    start when it ends. For layers with a state, assumes that recurrences run at the speed of matrix products, with the
-    FLOPs of a token-by-token recurrence (chunked kernels compute more), and that computation hides none of these: the
-    exchange of states, the exchange of the short convolution, and moves of hidden states between layouts.
-
     Args:
-        job: a step whose attention is an `AttentionChoice`.
         layout: layout of the sequence over the ring.
         kernel: name of the kernel; by default the fastest that torch ships.
         margin: multiprocessors that a persistent kernel leaves to NCCL; None: `default_margin`.
         mask: mask of the rows of a rank; by default causal.
-
-    Raises:
-        ValueError: a layout that layers with a state do not support.
     """
     model, method, mask = job.model, job.method, mask or AttentionMask()
     ring, ulysses, tp = (job.axes.get(name, 1) for name in ("ring", "ulysses", "tp"))
@@ -114,6 +104,7 @@ def passes_of(
     # 2. Its time, by the seconds of a (query, key) pair of one head: its FLOPs over the FLOP/s that the kernel attains.
     device, copies = cluster.accelerator, cluster.ranks // (ring * ulysses)
     margin = default_margin(ring) if margin is None else margin
+    # If the kernel leaves NCCL no multiprocessors, forward hides no communication: NCCL's kernels start when it ends.
     overlap = margin > 0 or not device.is_persistent(kernel)
     forward_share, backward_share = device.attention_shares(job.length, kernel, margin)
     forward_pair = FORWARD_FLOPS * model.head_dim / (device.flops * forward_share)
@@ -137,6 +128,7 @@ def passes_of(
     state_layout = attention_layout
     if job.contiguous_states:
         state_layout = SequenceLayout.contiguous(job.length, attention_layout.shards)
+    # Assumes that computation hides no exchange of states or of the short convolution, and no move of hidden states.
     states = {
         mixer: state_passes(mixer, model.states, state_layout, cluster, job.rows, tp, job.precision, mask)
         for mixer in dict.fromkeys(model.mixers)
@@ -187,6 +179,8 @@ def state_passes(
     exchanges, device = exchange_passes(plan, cluster, layout, tp), cluster.accelerator
     # `flops_per_token` counts forward once and backward twice, so a third of it is forward. The rank with the most
     # tokens determines the time.
+    # Assumes that recurrences run at the speed of matrix products, with the FLOPs of a token-by-token recurrence;
+    # chunked kernels compute more.
     flops = states.flops_per_token(mixer) / 3 / tp * max(layout.sizes) * rows
     compute = flops / (device.flops * device.matmul)
     # Backward recomputes the recurrence, and differentiates it in twice the time.

@@ -55,7 +55,6 @@ class StepTime:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """Seconds by name."""
         return asdict(self)
 
 
@@ -140,21 +139,15 @@ def exposed_seconds(transfers: BlockSeconds, computation: BlockSeconds) -> float
 
 
 def recomputed_products(step: StepSizes, sizes: StepSizes, blocks: Sequence[int], dense: float) -> float:
-    """Seconds of matrix products that backward recomputes in the blocks of one mixer.
-
-    - Policy "none" recomputes the projections of staged methods and, with chunked MLPs, the part after attention.
-    - Every other policy recomputes all products of a block. If the block does not keep its input, the input is
-      recomputed too: by the part after attention of the previous block, once more.
-
-    Args:
-        sizes: sizes of these blocks.
-        dense: seconds of one block's matrix products in forward.
-    """
+    """Seconds of products that backward recomputes in the blocks of one mixer. `dense`: of one block in forward."""
     # The time of a product is proportional to the number of parameters in its matrix.
     after_attention = sizes.model.after_attention / sizes.model.block * dense
     if step.checkpointing.policy == "none":
+        # The projections of staged methods and, with chunked MLPs, the part after attention.
         projections = dense - after_attention if sizes.projects_in_stages else 0.0
         return len(blocks) * (projections + (after_attention if step.checkpointing.tiled else 0.0))
+    # All products of a block. If a block does not keep its input, the part after attention of the previous block
+    # computes the input once more.
     without_input = sum(not step.keeps[i].x for i in blocks)
     return len(blocks) * dense + without_input * after_attention
 
@@ -165,14 +158,9 @@ def recomputed_attentions(step: StepSizes, blocks: Sequence[int]) -> int:
 
 
 def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float, passes: Passes) -> BlockSeconds:
-    """Seconds of computation of block i that can hide transfers: (forward, backward).
-
-    Args:
-        ends_segment: True if the block is the last of its segment. The other blocks recompute their attention earlier,
-            when the segment is recomputed from its input.
-        dense: seconds of the block's matrix products in forward.
-    """
+    """Seconds of computation of block i that can hide transfers: (forward, backward)."""
     backward, is_checkpointed = passes.backward, step.checkpointing.policy != "none"
+    # Other blocks of a segment recompute attention earlier, when the segment is recomputed from its input.
     # Recomputed attention hides transfers too, if forward sends while it computes.
     if is_checkpointed and passes.overlap and ends_segment and not step.keeps[i].attention_output:
         backward += passes.forward
@@ -188,17 +176,14 @@ def block_computation(step: StepSizes, i: int, ends_segment: bool, dense: float,
 
 
 def recomputed_segments(peaks: Peaks, cluster: Cluster) -> tuple[float, float]:
-    """Exposed seconds of recomputed segments: (all-gathers of parameters, copies from and to the host).
-
-    Recomputation gathers the parameters of all blocks of a segment. For the last two blocks this is their gather for
-    backward; for the others it is one more. Of all blocks but the last, the stored checkpoints are read from the host,
-    and the recomputed ones are written there.
-    """
+    """Exposed seconds of recomputed segments: (all-gathers of parameters, copies from and to the host)."""
     step, gather_seconds, copied_bytes = peaks.step, 0.0, 0.0
     if len(step.segments) == len(step.keeps):
         return 0.0, 0.0  # every block stores its input
     for segment in step.segments:
+        # The last two blocks of a segment are gathered for backward anyway, the others once more.
         gather_seconds += sum(parameter_transfers(step, cluster, step.at(i).model.block)[0] for i in segment[:-2])
+        # Stored checkpoints of all blocks but the last are read from the host, recomputed ones written there.
         read_tensors = peaks.stored_tensors(segment[:-1], host=True)
         written_tensors = peaks.recomputed_checkpoints(segment[:-1], host=True)
         copied_bytes += sum((read_tensors + written_tensors).values())
@@ -235,15 +220,13 @@ def parameter_transfers(step: StepSizes, cluster: Cluster, parameters: float) ->
 
 
 def block_offload(peaks: Peaks, i: int, cluster: Cluster, computation: BlockSeconds) -> float:
-    """Exposed seconds of copies of block i's checkpoints: to the host in forward, and from the host in backward.
-
-    With prefetch, the backward of the next block hides the copy from the host. The last block has no next one.
-    """
+    """Exposed seconds of copies of block i's checkpoints: to the host in forward, and from the host in backward."""
     step, bandwidth = peaks.step, cluster.accelerator.host_bandwidth
     if not step.checkpointing.offload:
         return 0.0
     to_host = sum(peaks.stored_tensors([i], host=True).values())
     from_host = to_host + sum(peaks.recomputed_checkpoints([i], host=True).values())
+    # The backward of the next block hides the copy from the host. The last block has no next one.
     prefetched = step.checkpointing.prefetch and i < step.model.layers - 1
     forward, backward = computation
     return exposed_seconds((to_host / bandwidth, from_host / bandwidth), (forward, backward if prefetched else 0.0))
