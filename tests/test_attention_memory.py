@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from armillary.attention import Projected, Ring, Ulysses, UPipe, WallFacer
+from armillary.attention import Projected, Ulysses, UPipe, WallFacer
 from armillary.attention.parts import GradientSums
 from armillary.models import LlamaConfig
 from armillary.models.parts import HeadProjections
@@ -42,24 +42,17 @@ def test_memory_of_prefetched_stages():
     assert 80 <= upipe(64, 64, 8, prefetch=True) < 80.5  # 4 S + 6 min(K, S): every stage has new keys
 
 
-def ring(mesh):
-    return Ring(mesh["ring"])
-
-
 def teams_of_four(mesh):
     return WallFacer(mesh["ring"], team=4)
 
 
-@pytest.mark.parametrize(
-    ("build", "team", "paper"), [pytest.param(ring, 1, 68, marks=pytest.mark.long), (teams_of_four, 4, 77)]
-)
-def test_checkpoints_and_gathered_qkv_match_the_wallfacer_paper(build, team, paper):
+def test_checkpoints_and_gathered_qkv_match_the_wallfacer_paper():
     """Model M of arXiv 2407.00611: 64 checkpoints, the incoming gradient, 3 C for q, k and v; tested with 3 blocks."""
     layers = 3
     model = LlamaConfig(vocab_size=256, dim=6656, layers=layers, heads=52, kv_heads=52, hidden_dim=256)
-    memory = memory_before_attention(model, {"ring": 64}, build, 65_536)
-    assert memory.qkv == 3 * team and round(memory.checkpoints) == layers
-    assert 64 + 1 + memory.qkv == paper
+    memory = memory_before_attention(model, {"ring": 64}, teams_of_four, 65_536)
+    assert memory.qkv == 3 * 4 and round(memory.checkpoints) == layers
+    assert 64 + 1 + memory.qkv == 77
 
 
 def test_stages_accumulate_weight_gradients_in_one_buffer():

@@ -57,12 +57,6 @@ def train_file_numbers(text: str) -> list[int]:
     return [config.data.sequence_length, *config.log.profile]
 
 
-def plan_run_numbers(text: str) -> list[int]:
-    config = read_run(["--data.sequence-length", text], RunOptions, "armillary-plan run")[0].run
-    check_limits(config)
-    return [config.data.sequence_length]
-
-
 def info_numbers(text: str) -> list[int]:
     words = ["info", "store", "--length", text, "--rows", text]
     command = parse(words, data.DataCommand, "armillary-data").command
@@ -76,7 +70,6 @@ READERS: dict[str, Callable[[str], list[int]]] = {
     "armillary-train --config": train_file_numbers,
     "armillary-plan": plan_numbers(SearchOptions, "tokens", "reserve", "host-reserve"),
     "armillary-plan memory": plan_numbers(MemoryOptions, "tokens", "host-memory"),
-    "armillary-plan run": plan_run_numbers,
     "armillary-tune": lambda text: [read_tune_options(["--iterations", text]).iterations],
     "armillary-generate": lambda text: [read_generate(["s", "--prompt", "x", "--tokens", text]).tokens],
     "armillary-data info": info_numbers,

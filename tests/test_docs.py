@@ -10,8 +10,6 @@ import math
 import re
 import runpy
 import shlex
-import shutil
-import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,8 +58,7 @@ PAGES = [
 WITH_SCRIPTS = sorted(page for page in PAGES if scripts(page))
 WITH_DIFFS = [page for page in WITH_SCRIPTS if any(b.language == "diff" and b.title for b in blocks(page))]
 EXCERPTS = ["docs/one-call.md"]
-"""Pages whose blocks quote the packages' code; other tests compare them."""
-WITH_EXCERPTS = [page for page in PAGES if any(b.language == "diff" and not b.title for b in blocks(page))]
+"""Pages whose blocks quote the packages' code, in parts."""
 ALONE = sorted(
     str(path.relative_to(ROOT))
     for path in DOCS.rglob("*.md")
@@ -120,19 +117,7 @@ def write_scripts(page: str, folder: Path) -> dict[str, str]:
     return files
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("page", WITH_SCRIPTS)
-def test_commands_of_a_page_run_in_a_new_environment(tmp_path, page):
-    write_scripts(page, tmp_path)
-    for command in commands(page):
-        run(command, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "page",
-    # The next test runs the scripts of pages with a diff, in float64.
-    [pytest.param(page, marks=[pytest.mark.long] * (page in WITH_DIFFS)) for page in WITH_SCRIPTS],
-)
+@pytest.mark.parametrize("page", sorted({*WITH_SCRIPTS} - {*WITH_DIFFS}))
 def test_scripts_run_by_the_commands_of_their_page(tmp_path, page):
     files = write_scripts(page, tmp_path)
     assert {command[-1] for command in commands(page)} == set(files)
@@ -205,22 +190,6 @@ def test_scripts_shown_in_parts_are_whole_in_files_that_their_page_links():
 
 def test_navigation_names_each_page_once():
     assert sorted(pages(NAV)) == sorted(str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md"))
-
-
-@pytest.mark.long
-def test_site_builds_without_warnings(tmp_path):
-    shutil.copytree(DOCS, tmp_path / "docs")  # the site must be next to its pages
-    (tmp_path / "packages").symlink_to(ROOT / "packages")
-    shutil.copy(ROOT / "zensical.toml", tmp_path)
-    build = ["--only-group", "docs", "--isolated", "zensical", "build", "--strict"]
-    command = ["uv", "run", "--project", str(ROOT), *build]
-    built = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    assert built.returncode == 0, built.stdout + built.stderr
-    for page in pages(NAV):
-        written = tmp_path / "site" / page.removesuffix(".md").removesuffix("index") / "index.html"
-        html = written.read_text()
-        for name in re.findall(r"^::: (\S+)", (DOCS / page).read_text(), re.M):
-            assert f'id="{name}"' in html, f"{page}: {name}"
 
 
 def test_page_of_kernels_has_published_efficiencies():

@@ -58,10 +58,9 @@ def gradients(run: Run) -> torch.Tensor:
 
 
 def policies() -> list:
-    """Cases of device and policy. One policy runs on the CPU without `-m long`."""
-    default = "attention_output, offloaded"
-    cpu_cases = [pytest.param(CpuDevice, p, id=f"cpu-{p}", marks=[pytest.mark.long] * (p != default)) for p in POLICIES]
-    return [*cpu_cases, *(pytest.param(CudaDevice, p, id=f"cuda-{p}", marks=ON_GPU) for p in POLICIES)]
+    """Cases of device and policy. One policy also runs on the CPU."""
+    cpu_case = pytest.param(CpuDevice, "attention_output, offloaded", id="cpu")
+    return [cpu_case, *(pytest.param(CudaDevice, p, id=f"cuda-{p}", marks=ON_GPU) for p in POLICIES)]
 
 
 @pytest.mark.parametrize(("device", "policy"), policies())

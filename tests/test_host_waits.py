@@ -4,8 +4,6 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1] / "packages"
 RUN_BY_A_STEP = [
     "core/src/armillary/core/collectives",
@@ -70,20 +68,6 @@ def is_list(node: ast.AST) -> bool:
 def is_type(node: ast.Subscript) -> bool:
     """True for a type such as Callable[[int], str]."""
     return isinstance(node.value, ast.Name) and node.value.id[0].isupper()
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("x[list(heads)]", ["index by a list"]),
-        ("x[:, [0, 1]] = y", ["index by a list"]),
-        ("f: Callable[[int], str]", []),
-        ("torch.tensor(heads, device=x.device).item()", ["item", "tensor"]),
-        ("x[:, heads]", []),
-    ],
-)
-def test_waits_yields_each_host_wait(line, expected):
-    assert sorted(waits(ast.parse(line))) == expected
 
 
 def test_steps_have_only_allowed_host_waits():

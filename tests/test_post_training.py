@@ -24,7 +24,7 @@ def test_two_steps_on_two_ranks_equal_one_rank(tmp_path):
     assert sharded[1] == pytest.approx(norms, rel=1e-7)
 
 
-@pytest.mark.long
+@pytest.mark.long  # reproduces the reward of docs/post-training.md
 def test_the_reward_rises(tmp_path):
     rewards, _ = steps_of(tmp_path, 2, 50)
     assert sum(rewards[:3]) / 3 < 0.25 and sum(rewards[-3:]) / 3 > 0.8, rewards

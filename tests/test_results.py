@@ -50,7 +50,7 @@ def test_every_difference_from_a_paper_has_a_number():
             assert any(map(str.isdigit, row["why"])), row
 
 
-@pytest.mark.long
+@pytest.mark.long  # reproduces docs/benchmarks/papers.md
 def test_the_page_of_papers_is_reproducible(tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / "papers.py"), "--out", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True)

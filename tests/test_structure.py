@@ -2,18 +2,12 @@
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 
 # Known violations. Remove an entry with its violation; add none.
 CYCLES = list[str]()
-SHARED_NAMES = ""
-
-DRIVER = {f"armillary.attention.call.{name}" for name in ("autograd", "calls", "dtensors")}
-"""The modules that run a call of any method. Only `Method.__call__` (`methods/base.py`) calls them."""
 
 READS = re.compile(r"\.(read_text|read_bytes)\(|\.open\(('rb?')?\)|(?<![\w.])open\([^)]*'rb?'|copyfile\(")
 """Matches calls that read a file, or a copy of one."""
@@ -69,36 +63,10 @@ def line(modules: Iterable[str]) -> str:
     return " ".join(sorted(module.removeprefix("armillary.") for module in modules))
 
 
-def classes() -> Iterator[tuple[str, ast.ClassDef]]:
-    """Yields (module, class) of all public classes."""
-    nodes = ((module, node) for module, tree in sources().items() for node in ast.walk(tree))
-    return ((m, node) for m, node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_"))
-
-
 def test_no_import_cycles():
     assert len(sources()) > 200
     cycles = {line(other for other in reached(m) if m in reached(other)) for m in sources() if m in reached(m)}
     assert sorted(cycles) == CYCLES
-
-
-def test_class_names_are_unique():
-    names = Counter(node.name for _, node in classes())
-    assert ", ".join(f"{n} {name}" for name, n in sorted(names.items()) if n > 1) == SHARED_NAMES
-
-
-def test_methods_and_their_driver_do_not_import_each_other():
-    methods = {module for module in sources() if module.startswith("armillary.attention.methods.")}
-    assert len(methods) > 8
-    assert line(m for m in methods if needs(m) & DRIVER) == "attention.methods.base"
-    assert not any(methods & reached(module) for module in DRIVER)
-
-
-def test_rotation_methods_plans_and_registry_depend_one_way():
-    folders = ("rotation", "methods", "comm_plans", "registry")
-    layers = [{module for module in sources() if f"{module}.".startswith(f"armillary.attention.{f}.")} for f in folders]
-    for lower, upper in combinations(layers, 2):
-        assert lower and upper
-        assert line(module for module in lower if reached(module) & upper) == ""
 
 
 def test_files_are_read_by_functions_that_cannot_hang():
