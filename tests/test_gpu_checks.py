@@ -24,8 +24,8 @@ from gpu import command
 from gpu.check import ASSUMED_FLOPS, Check, Row, Setting, correct, not_run
 from gpu.device import CpuDevice
 
-SLOW = ("compile", "length", "memory", "offload", "train", "upipe-memory")
-"""Checks that are not rehearsed here, because it takes too long: compilers, simulations, launchers and many steps."""
+SLOW = ("compile", "hang", "length", "memory", "offload", "train", "upipe-memory")
+"""Checks that are not rehearsed here, because they take seconds: compilers, simulations, launchers, many steps."""
 AMPLE = ("--minutes", "1000")
 """Time limits of a rehearsal that other work on the machine cannot exhaust."""
 
