@@ -13,11 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
-
-from armillary.core.parts import compat
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from gpu import command
@@ -30,42 +25,9 @@ AMPLE = ("--minutes", "1000")
 """Time limits of a rehearsal that other work on the machine cannot exhaust."""
 
 
-class Arithmetic(TorchDispatchMode):
-    """Counts operations of matrix products, and of attention's kernel over half of all pairs, the least it computes."""
-
-    flops = 0.0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
-        kwargs = kwargs or {}
-        if func.namespace == "armillary":
-            with self:  # the implementation of our op, which the dispatcher would not show to this mode
-                return compat.function_of(func)(*args, **kwargs)
-        result = func(*args, **kwargs)
-        if func in ATTENTION:
-            factor, first = ATTENTION[func]
-            q, k = args[first : first + 2]  # [B, H, T, D] and [B, K, S, D]
-            self.flops += factor * q.numel() * k.shape[2]
-        elif func._overloadpacket in flop_registry and "attention" not in func.name():
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
-        return result
-
-
-ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: (2, 0),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: (5, 1),
-}
-"""By kernel, operations per pair and element of q, halved, and the index of q among the arguments."""
-
-
 @pytest.mark.parametrize("name", [name for name in command.ORDER if name not in SLOW])
-def test_every_check_can_be_rehearsed_within_its_arithmetic(name, tmp_path, capsys):
-    """The closed form of its operations is at least those that it runs here."""
-    check, arithmetic = command.checks()[name], Arithmetic()
-    with arithmetic:
-        assert command.main([name, "--here", "--fake", *AMPLE, "--out", str(tmp_path)]) == 0
-    assert arithmetic.flops <= check.flops(Setting(CpuDevice(), fake=True))
+def test_every_check_can_be_rehearsed(name, tmp_path, capsys):
+    assert command.main([name, "--here", "--fake", *AMPLE, "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / f"gpu-{name}.json").read_text())["rows"]
     assert rows and all(list(row) == ["what", "measured", "unit", "bar", "source", "passed"] for row in rows)
     assert "a rehearsal" in (tmp_path / f"gpu-{name}.md").read_text()
