@@ -1,4 +1,4 @@
-"""Mesh, exchange, all-to-all and ledger, in worlds of gloo ranks."""
+"""Mesh, groups of an axis, messages and exchanges, in worlds of gloo ranks."""
 
 import gc
 import os
@@ -6,7 +6,6 @@ import re
 import time
 import weakref
 from datetime import timedelta
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,12 +18,9 @@ from armillary.core import (
     CommLedger,
     FlatBuffer,
     ReceiveBuffers,
-    SequenceLayout,
     build_mesh,
     merge_,
     start_exchange,
-    start_head_to_seq,
-    start_seq_to_head,
 )
 from armillary.core.collectives.collective import pack
 from armillary.core.collectives.exchange import finish
@@ -32,28 +28,38 @@ from armillary.core.mesh import ALL_AXES
 from armillary.core.parts import compat
 from armillary.core.testing import World, mesh
 
-
-def mesh_facts() -> tuple[tuple[str, ...], int, int, list[int], list[int]]:
-    built = mesh(shard=2, ring=2, ulysses=2)
-    ring, ulysses = Axis.of(built["ring"]), Axis.of(built["ulysses"])
-    return built.mesh_dim_names, ring.rank, ulysses.rank, ring.ranks(), ulysses.ranks()
-
-
 AXES = ("replicate", "shard", "ring", "ulysses", "tp")
 
 
-def test_a_mesh_has_all_axes_innermost_last(worlds):
-    facts = worlds(8).run(mesh_facts)
-    assert all(fact[0] == AXES for fact in facts)
-    assert facts[5] == (AXES, 0, 1, [5, 7], [4, 5])
+def axes_of_meshes() -> tuple[list[tuple[str, ...]], list[int], list[int]]:
+    built = mesh(shard=2, ring=2, ulysses=2)
+    every = build_mesh("cpu", pipe=2, nodes=1, devices=2, ulysses=2)
+    names = [built.mesh_dim_names, every.mesh_dim_names, build_mesh("cpu", ring=4, pipe=2).mesh_dim_names]
+    return names, Axis.of(built["ring"]).ranks(), Axis.of(built["ulysses"]).ranks()
 
 
-def duplicates() -> tuple[bool, bool, list[int]]:
-    axis = Axis.of(mesh(ring=4)["ring"])
-    same_axis = Axis.of(mesh(ring=4)["ring"])
+def test_a_mesh_has_the_default_and_the_requested_axes_innermost_last(worlds):
+    answers = worlds(8).run(axes_of_meshes)
+    assert all(names == [AXES, ALL_AXES, ("pipe", *AXES)] for names, *_ in answers)
+    assert answers[5][1:] == ([5, 7], [4, 5])
+
+
+def duplicates() -> tuple[bool, bool, list[int], float]:
+    """Rank 0 has made other process groups by itself before."""
+    axis = Axis.of(build_mesh("cpu", ring=4)["ring"])
+    for _ in range(2 if axis.rank == 0 else 0):
+        dist.new_group([0], use_local_synchronization=True)
+    summed = torch.ones(1)
+    dist.all_reduce(summed, group=axis.duplicate().group)
     pair = axis.part([0, 1] if axis.rank < 2 else [2, 3])
     groups = (axis.group, axis.duplicate().group, axis.part(range(4)).group)
-    return axis.duplicate().group is same_axis.duplicate().group, len(set(groups)) == 3, pair.ranks()
+    is_once = axis.duplicate().group is Axis.of(mesh(ring=4)["ring"]).duplicate().group
+    return is_once, len(set(groups)) == 3, pair.ranks(), summed.item()
+
+
+def test_duplicate_is_another_group_and_made_once(worlds):
+    first, second = (True, True, [0, 1], 4), (True, True, [2, 3], 4)
+    assert worlds(4).run(duplicates) == [first, first, second, second]
 
 
 def test_merge_of_rows_without_visible_keys_on_one_or_both_sides():
@@ -106,20 +112,6 @@ def test_blocks_of_a_repeated_exchange_are_freed_with_its_last_buffers():
     assert blocks[0]() is None and buffers.take(last_in_use=True) is None
 
 
-def twins_after_other_groups() -> bool:
-    """Rank 0 has made process groups by itself."""
-    axis = Axis.of(mesh(ring=4)["ring"])
-    for _ in range(2 if axis.rank == 0 else 0):
-        dist.new_group([0], use_local_synchronization=True)
-    summed = torch.ones(1)
-    dist.all_reduce(summed, group=axis.duplicate().group)
-    return summed.item() == 4
-
-
-def test_duplicates_work_with_unequal_numbers_of_groups(worlds):
-    assert all(worlds(4).run(twins_after_other_groups, timeout=60))
-
-
 def threads_of_duplicates() -> tuple[int, int, int]:
     """Counts threads of this process: with a mesh, with duplicates too, and after destroying all groups."""
     built = build_mesh("cpu", ring=2)
@@ -138,10 +130,6 @@ def test_duplicates_are_destroyed_with_their_mesh():
     with World(2) as world:
         for before, with_duplicates, after in world.run(threads_of_duplicates):
             assert with_duplicates > before > after
-
-
-def test_duplicate_is_another_group_and_made_once(worlds):
-    assert worlds(4).run(duplicates) == [(True, True, [0, 1])] * 2 + [(True, True, [2, 3])] * 2
 
 
 def rotate() -> tuple[list[float], int]:
@@ -198,12 +186,6 @@ def wait_for_missing_rank(waited: Path) -> str:
     return str(error.value)
 
 
-def test_timed_out_exchange_names_the_missing_rank(tmp_path):
-    with World(2) as world:
-        message = world.run(wait_for_missing_rank, tmp_path / "done")[0]
-    assert re.match(r"rank 0 timed out on axis 'ring', .*to receive from \[1\] and send to \[1\]: ", message)
-
-
 def wait_for_ended_rank() -> str:
     axis = Axis.of(build_mesh("cpu", ring=2, timeout=timedelta(minutes=10))["ring"])
     if axis.rank == 1:
@@ -214,10 +196,12 @@ def wait_for_ended_rank() -> str:
     return str(error.value)
 
 
-def test_a_closed_connection_is_no_timeout():
-    with World(2) as world:
-        message = world.run(wait_for_ended_rank)[0]
-    assert re.match(r"rank 0 .*'ring'.* closed its connection, .*to receive from \[1\] and send to \[1\]: ", message)
+def test_errors_of_an_exchange_name_missing_and_ended_ranks(tmp_path):
+    with World(2) as world, World(2) as another:
+        missing = world.run(wait_for_missing_rank, tmp_path / "done")[0]
+        ended = another.run(wait_for_ended_rank)[0]
+    assert re.match(r"rank 0 timed out on axis 'ring', .*to receive from \[1\] and send to \[1\]: ", missing)
+    assert re.match(r"rank 0 .*'ring'.* closed its connection, .*to receive from \[1\] and send to \[1\]: ", ended)
 
 
 class FailingWork:
@@ -228,12 +212,6 @@ class FailingWork:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         raise self.error
-
-
-@pytest.fixture
-def axis_of_two(monkeypatch) -> Axis:
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5])
-    return Axis("ring", 1, 2, None, None, "cuda")  # type: ignore[arg-type] - no group is used
 
 
 KERNEL_ERROR = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -251,28 +229,25 @@ LOST = [
 ERROR_TYPES = dict.fromkeys(TIMED_OUT, TimeoutError) | dict.fromkeys(LOST, ConnectionError)
 
 
-@pytest.mark.parametrize("error", [KERNEL_ERROR, MISMATCH], ids=["kernel", "mismatch"])
-def test_errors_of_this_rank_are_raised_unchanged(axis_of_two, monkeypatch, error):
-    monkeypatch.setattr(compat, "device_error", lambda: None)
-    with pytest.raises(type(error)) as raised:
-        finish([FailingWork(error)], axis_of_two, lambda: "to receive")
-    assert raised.value is error
+def test_failed_works_blame_peers_only_for_timeouts_and_lost_connections(monkeypatch):
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5])
+    axis = Axis("ring", 1, 2, None, None, "cuda")  # type: ignore[arg-type] - no group is used
 
+    def raised(error: Exception, of_device: Exception | None = None) -> BaseException:
+        monkeypatch.setattr(compat, "device_error", lambda: of_device)
+        with pytest.raises(Exception) as info:
+            finish([FailingWork(error)], axis, lambda: "to receive from 4")
+        return info.value
 
-@pytest.mark.parametrize(("message", "kind"), ERROR_TYPES.items())
-def test_a_timeout_or_a_lost_peer_names_the_ranks(axis_of_two, monkeypatch, message, kind):
-    monkeypatch.setattr(compat, "device_error", lambda: None)
-    with pytest.raises(kind, match=r"rank 5 .*'ring'.* to receive from 4") as raised:
-        finish([FailingWork(RuntimeError(message))], axis_of_two, lambda: "to receive from 4")
-    assert str(raised.value.__cause__) == message
-
-
-def test_failed_kernel_replaces_the_communication_error(axis_of_two, monkeypatch):
-    monkeypatch.setattr(compat, "device_error", lambda: KERNEL_ERROR)
+    assert raised(KERNEL_ERROR) is KERNEL_ERROR and raised(MISMATCH) is MISMATCH
+    for message, kind in ERROR_TYPES.items():
+        error = raised(RuntimeError(message))
+        assert type(error) is kind and str(error.__cause__) == message
+        assert re.search(r"rank 5 .*'ring'.* to receive from 4", str(error))
+    # A failed kernel replaces the communication error that it causes.
     lost = RuntimeError(LOST[0])
-    with pytest.raises(torch.AcceleratorError) as raised:
-        finish([FailingWork(lost)], axis_of_two, lambda: "to receive")
-    assert raised.value is KERNEL_ERROR and raised.value.__cause__ is lost
+    error = raised(lost, of_device=KERNEL_ERROR)
+    assert error is KERNEL_ERROR and error.__cause__ is lost
 
 
 def test_device_errors_are_read_without_synchronizing(monkeypatch):
@@ -283,61 +258,3 @@ def test_device_errors_are_read_without_synchronizing(monkeypatch):
     assert compat.device_error() is KERNEL_ERROR
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda: SimpleNamespace(query=lambda: True))
     assert compat.device_error() is None
-
-
-def all_to_all_and_transpose(ranges: list[range], length: int) -> tuple[bool, bool, int]:
-    """Compares seq_to_head with each rank's heads of all tokens, and head_to_seq with its transpose."""
-    axis = Axis.of(mesh(ulysses=4)["ulysses"])
-    layout = SequenceLayout.contiguous(length, 4)
-    count = max(part.stop for part in ranges)
-    full = torch.arange(2 * length * count * 3, dtype=torch.float64).view(2, length, count, 3)
-    own_ranges = ranges[axis.rank]
-    with CommLedger() as ledger:
-        heads = start_seq_to_head(layout.take(full, axis.rank), axis, layout.sizes, ranges).wait()
-    right = torch.equal(heads, full[:, :, own_ranges.start : own_ranges.stop])
-    back = start_head_to_seq(heads, axis, layout.sizes, ranges).wait()
-    holders = torch.tensor([sum(head in part for part in ranges) for head in range(count)])
-    return right, torch.equal(back, layout.take(full * holders[:, None], axis.rank)), ledger.bytes(kind="all_to_all")
-
-
-RANGES = {
-    "even": [range(2), range(2, 4), range(4, 6), range(6, 8)],
-    "uneven": [range(2), range(2, 4), range(4, 5), range(5, 6)],
-    "shared": [range(1), range(1), range(1, 2), range(1, 2)],
-    "overlapping": [range(1), range(2), range(1, 3), range(2, 3)],
-}
-
-
-def all_to_all_cases(todo: list[tuple[str, int]]) -> list[tuple[bool, bool, int]]:
-    return [all_to_all_and_transpose(RANGES[heads], length) for heads, length in todo]
-
-
-def test_all_to_all_and_its_transpose(worlds):
-    todo = list(product(RANGES, (8, 11)))
-    for (heads, length), *ranks in zip(todo, *worlds(4).run(all_to_all_cases, todo), strict=True):
-        for rank, (heads_equal, transpose_equal, sent_bytes) in enumerate(ranks):
-            assert heads_equal and transpose_equal, (heads, length, rank)
-            sent_tokens = sum(len(part) for other, part in enumerate(RANGES[heads]) if other != rank)
-            assert sent_bytes == 2 * SequenceLayout.contiguous(length, 4).sizes[rank] * sent_tokens * 3 * 8
-
-
-def one_rank_alone() -> tuple[bool, int]:
-    axis = Axis.of(mesh()["ulysses"])
-    x = torch.randn(2, 5, 4, 3)
-    with CommLedger() as ledger:
-        heads = start_seq_to_head(x, axis, (5,), [range(4)]).wait()
-    return torch.equal(heads, x) and torch.equal(start_head_to_seq(x, axis, (5,), [range(4)]).wait(), x), ledger.bytes()
-
-
-def test_one_rank_communicates_nothing(worlds):
-    assert worlds(1).run(one_rank_alone) == [(True, 0)]
-
-
-def optional_axes() -> list[tuple[str, ...]]:
-    every = build_mesh("cpu", pipe=2, nodes=1, devices=2, ulysses=2)
-    return [every.mesh_dim_names, build_mesh("cpu", ring=4, pipe=2).mesh_dim_names]
-
-
-def test_requested_axes_exist_in_order(worlds):
-    names = [ALL_AXES, ("pipe", *AXES)]
-    assert worlds(8).run(optional_axes) == [names] * 8

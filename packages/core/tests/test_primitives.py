@@ -1,18 +1,15 @@
-"""The differentiable primitives against one process with all data, in float64; then DTensors against both."""
+"""The differentiable primitives against one process with all data, in float64."""
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from itertools import product
 
 import pytest
 import torch
+from core_cases import each, poisoned, random
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from armillary.core import (
     Axis,
     CommLedger,
-    LogSumExpPartial,
     all_gather,
     all_reduce,
     head_to_seq,
@@ -24,7 +21,6 @@ from armillary.core import (
     start_reduce_scatter,
     start_scatter_parts,
 )
-from armillary.core.parts import dtensor
 from armillary.core.testing import mesh, relative_error
 
 EXACT = 1e-12
@@ -38,35 +34,12 @@ HEADS = {
 }
 
 
-@contextmanager
-def poisoned() -> Generator[None]:
-    """Makes `torch.empty` return NaN."""
-    before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("warn")
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
-
-
-def random(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Random numbers that are equal on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-
-
 def split(x: Tensor, sizes: tuple[int, ...], rank: int, dim: int = 1) -> Tensor:
     return x.split(list(sizes), dim)[rank].clone()
 
 
 def errors(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
     return [relative_error(a.detach(), b.detach()) for a, b in zip(got, expected, strict=True)]
-
-
-def each(function: Callable, todo: list[tuple]) -> list:
-    return [function(*arguments) for arguments in todo]
-
-
-# -- each against one process -----------------------------------------------------------------------------------------
 
 
 def turned(sizes: tuple[int, ...], heads: list[range]) -> tuple[list[float], int, int]:
@@ -207,31 +180,16 @@ def merged(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float)
 
 def test_merge_and_its_gradients(worlds):
     shifts = (0.0, 2000.0, -2000.0)  # exp(2000) overflows and exp(-2000) underflows
-    todo = list(product(SIZES.values(), (1, 2), (torch.float64,), shifts))
-    for (tokens, batch, _, shift), *ranks in zip(todo, *worlds(4).run(each, merged, todo), strict=True):
+    todo = [*product(SIZES.values(), (1, 2), (torch.float64,), shifts), (SIZES["even"], 2, torch.bfloat16, 0.0)]
+    for (tokens, batch, dtype, shift), *ranks in zip(todo, *worlds(4).run(each, merged, todo), strict=True):
+        size, wide = dtype.itemsize, max(dtype.itemsize, 4)  # bytes of out, and of lse
         for rank, (actual, forward, backward) in enumerate(ranks):
-            assert max(actual) <= (1e-11 if shift else EXACT), (tokens, batch, shift, actual)
-            assert forward == batch * (sum(tokens) - tokens[rank]) * H * (D * 8 + 8)
-            assert backward == 3 * batch * max(tokens) * H * (D * 8 + 16)
-
-
-def test_merge_in_bfloat16_rounds_once_and_sends_lse_wide(worlds):
-    for actual, forward, backward in worlds(4).run(merged, SIZES["even"], 2, torch.bfloat16, 0.0):
-        assert max(actual) <= 2**-8
-        assert actual[1] <= 1e-6
-        assert (forward, backward) == (3 * 2 * 3 * H * (D * 2 + 4), 3 * 2 * 3 * H * (D * 2 + 8))
-
-
-def sums_in_order() -> bool:
-    """Sums 1 + 2**-8 + 2**-8 + 2**-8 in bfloat16: rounded after each addition it would stay 1."""
-    axis = mesh(ring=4)["ring"]
-    x = torch.full((1, 4, 2), 1.0 if axis.get_local_rank() == 0 else 2.0**-8, dtype=torch.bfloat16)
-    result = start_reduce_scatter(x, Axis.of(axis), (1, 1, 1, 1)).wait()
-    return torch.equal(result, torch.full((1, 1, 2), 1 + 3 * 2.0**-8, dtype=torch.bfloat16).view_as(result))
-
-
-def test_sums_are_taken_in_float32(worlds):
-    assert worlds(4).run(sums_in_order) == [True] * 4
+            if dtype == torch.float64:
+                assert max(actual) <= (1e-11 if shift else EXACT), (tokens, batch, shift, actual)
+            else:  # results are rounded once, and lse is not
+                assert max(actual) <= 2**-8 and actual[1] <= 1e-6
+            assert forward == batch * (sum(tokens) - tokens[rank]) * H * (D * size + wide)
+            assert backward == 3 * batch * max(tokens) * H * (D * size + 2 * wide)
 
 
 def sums_of_a_few_columns() -> list[bool]:
@@ -247,55 +205,38 @@ def test_sums_have_the_same_bits_in_tensors_of_other_shapes(worlds):
     assert worlds(8).run(sums_of_a_few_columns) == [[True, False]] * 8
 
 
-def scatter_parts(sizes: tuple[int, ...], dim: int) -> tuple[bool, int]:
+def single_calls() -> dict[str, bool]:
     axis = Axis.of(mesh(ring=4)["ring"])
-    wholes = [random(rank, *(3, sum(sizes), 2)[1 - dim :]) for rank in range(4)]
-    with CommLedger() as ledger:
-        result = start_scatter_parts(wholes[axis.rank], axis, sizes, dim).wait()
-    expected = [split(full, sizes, axis.rank, dim) for full in wholes]
-    return all(torch.equal(g, e) for g, e in zip(result, expected, strict=True)), ledger.bytes("ring", "reduce_scatter")
+    result: dict[str, bool] = {}
+    # 1 + 2**-8 + 2**-8 + 2**-8 in bfloat16: rounded after each addition it would stay 1.
+    x = torch.full((1, 4, 2), 2.0**-8 if axis.rank else 1.0, dtype=torch.bfloat16)
+    rounded_once = torch.full((1, 1, 2), 1 + 3 * 2.0**-8, dtype=torch.bfloat16)
+    result["sums are taken in float32"] = torch.equal(reduce_scatter(x, axis), rounded_once)
 
+    wholes = [random(rank, 2, 12, 3) for rank in range(4)]
+    parts = start_scatter_parts(wholes[axis.rank], axis, SIZES["uneven"]).wait()
+    sent = [split(full, SIZES["uneven"], axis.rank) for full in wholes]
+    result["parts arrive in rank order"] = all(map(torch.equal, parts, sent))
 
-def test_parts_of_a_sum_arrive_in_rank_order(worlds):
-    todo = list(product(SIZES.values(), (0, 1)))
-    for (tokens, dim), *ranks in zip(todo, *worlds(4).run(each, scatter_parts, todo), strict=True):
-        for rank, (equal, sent_bytes) in enumerate(ranks):
-            assert equal, (tokens, dim)
-            assert sent_bytes == (sum(tokens) - tokens[rank]) * (3 if dim else 1) * 2 * 8
+    out, lse = partials(SIZES["uneven"], 2, torch.float64)[axis.rank]
+    moving = [start_merge_scatter(out, lse, axis, SIZES["uneven"])]
+    moving += [start_reduce_scatter(out, axis, SIZES["uneven"])]
+    moving += [start_all_gather(split(out, SIZES["uneven"], axis.rank), axis, SIZES["uneven"])]
+    first, second = ([torch.cat([y.flatten() for y in move.wait()]) for move in moving] for _ in range(2))
+    result["a second wait returns the same"] = all(map(torch.equal, first, second))
 
-
-def starts_wait_twice() -> bool:
-    axis = Axis.of(mesh(ring=4)["ring"])
-    sizes = SIZES["uneven"]
-    out, lse = partials(sizes, 2, torch.float64)[axis.rank]
-    x = split(out, sizes, axis.rank)
-    moving = start_all_gather(x, axis, sizes), start_reduce_scatter(out, axis, sizes)
-    merging = start_merge_scatter(out, lse, axis, sizes)
-    first = [*(move.wait() for move in moving), *merging.wait()]
-    second = [*(move.wait() for move in moving), *merging.wait()]
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-def test_second_wait_returns_the_same_tensor(worlds):
-    assert worlds(4).run(starts_wait_twice) == [True] * 4
-
-
-def defaults() -> bool:
-    """The defaults are equal sizes, and heads as torch.tensor_split cuts them."""
-    axis = mesh(ulysses=4)["ulysses"]
-    rank = axis.get_local_rank()
     full = random(0, B, 8, 7, D)
-    x = split(full, (2,) * 4, rank)
-    heads = seq_to_head(x, axis)
-    right = torch.equal(heads, full.tensor_split(4, dim=2)[rank])
-    even = seq_to_head(x[:, :, :4], axis)
-    right &= torch.equal(head_to_seq(even, axis), x[:, :, :4])
-    right &= torch.equal(all_gather(x, axis), full)
-    return right and torch.equal(reduce_scatter(full, axis), 4 * x)
+    x, even = split(full, (2,) * 4, axis.rank), split(full, (2,) * 4, axis.rank)[:, :, :4]
+    result["default heads"] = torch.equal(seq_to_head(x, axis), full.tensor_split(4, dim=2)[axis.rank])
+    result["default heads back"] = torch.equal(head_to_seq(seq_to_head(even, axis), axis), even)
+    result["default gather"] = torch.equal(all_gather(x, axis), full)
+    result["default sum"] = torch.equal(reduce_scatter(full, axis), 4 * x)
+    return result
 
 
-def test_defaults(worlds):
-    assert worlds(4).run(defaults) == [True] * 4
+def test_sums_parts_waits_and_defaults(worlds):
+    for checks in worlds(4).run(single_calls):
+        assert all(checks.values()), checks
 
 
 def alone() -> tuple[bool, int]:
@@ -313,28 +254,8 @@ def test_one_rank_communicates_nothing(worlds):
     assert worlds(1).run(alone) == [(True, 0)]
 
 
-def on_inner_axis() -> list[float]:
-    """Runs on the ulysses axis of a 2 x 2 x 2 mesh; each of its four groups has other data."""
-    whole_mesh = mesh(ring=2, ulysses=2, tp=2)
-    axis = whole_mesh["ulysses"]
-    rank, group = axis.get_local_rank(), 2 * whole_mesh.get_local_rank("ring") + whole_mesh.get_local_rank("tp")
-    sizes = (3, 1 + group)
-    full = random(group, B, sum(sizes), H, D).requires_grad_()
-    x = split(full.detach(), sizes, rank).requires_grad_()
-    y = seq_to_head(x, axis, sizes=sizes)
-    z = all_gather(x, axis, sizes=sizes)
-    ups = [random(9 + r, *y.shape) for r in range(2)], [random(11 + r, *z.shape) for r in range(2)]
-    (dx,) = torch.autograd.grad((y, z), x, (ups[0][rank], ups[1][rank]))
-    expected = torch.cat(ups[0], dim=2) + sum(ups[1])
-    return errors((y, z, dx), (full.tensor_split(2, 2)[rank], full, split(expected, sizes, rank)))
-
-
-def test_on_one_axis_of_a_larger_mesh(worlds):
-    assert all(max(actual) <= EXACT for actual in worlds(8).run(on_inner_axis))
-
-
 def twice() -> tuple[bool, ...]:
-    """Checks second derivatives of the linear primitives by torch's gradgradcheck; the merge refuses them."""
+    """Checks second derivatives of a linear primitive; the merge refuses them."""
     axis = mesh(ring=2)["ring"]
     x, y = random(0, 1, 2, 2, 2).requires_grad_(), random(1, 1, 4, 2, 2)
     cubes = all_gather(x, axis).pow(3).sum()
@@ -349,121 +270,3 @@ def twice() -> tuple[bool, ...]:
 
 def test_second_derivatives_are_right_or_refused(worlds):
     assert worlds(2).run(twice) == [(True, True)] * 2
-
-
-# -- DTensors ---------------------------------------------------------------------------------------------------------
-
-
-def turns_dtensors(length: int, heads: int) -> list[float]:
-    """On one axis, all-to-all equals DTensor's redistribution, and so do its gradients."""
-    built = mesh(ulysses=4)["ulysses"]
-    full = distribute_tensor(random(0, B, length, heads, D), built, [Shard(1)]).requires_grad_()
-    up = distribute_tensor(random(1, B, length, heads, D), built, [Shard(2)])
-    with poisoned(), CommLedger() as ledger:
-        turned = seq_to_head(full, built)
-        back = head_to_seq(turned, built)
-        (grad,) = torch.autograd.grad(turned, full, up, retain_graph=True)
-        (grad_back,) = torch.autograd.grad(back, turned, up.redistribute(placements=[Shard(1)]))
-    assert turned.placements == grad_back.placements == (Shard(2),)
-    assert back.placements == grad.placements == (Shard(1),)
-    assert turned.shape == back.shape == full.shape
-    assert ledger.bytes(kind="all_to_all") == ledger.bytes()
-    pairs = [(turned, full.redistribute(placements=[Shard(2)])), (back, full), (grad, up), (grad_back, up)]
-    for result, expected in pairs:
-        assert result.to_local().shape == expected.redistribute(placements=result.placements).to_local().shape
-    return errors(
-        tuple(result.full_tensor() for result, _ in pairs), tuple(expected.full_tensor() for _, expected in pairs)
-    )
-
-
-def test_all_to_all_of_dtensors_equals_redistribute(worlds):
-    for rank in worlds(4).run(each, turns_dtensors, [(8, 8), (11, 6), (9, 5)]):
-        assert [max(actual) for actual in rank] == [0.0] * 3
-
-
-PLACED = [Shard(1), Shard(1), Shard(2)]
-
-
-def dtensors_like_local() -> list[float]:
-    """On tp 2 x ring 2 x ulysses 2, DTensors with explicit placements equal local tensors, gradients too."""
-    whole_mesh = mesh(ring=2, ulysses=2, tp=2)
-    three, axis = whole_mesh["ring", "ulysses", "tp"], whole_mesh["ulysses"]
-    x = distribute_tensor(random(0, B, 12, 8, D), three, PLACED).requires_grad_()
-    local = x.to_local().detach().requires_grad_()
-    turned, plain = seq_to_head(x, axis), seq_to_head(local, axis)
-    back = head_to_seq(turned * 2, axis)
-    plain_back = head_to_seq(plain * 2, axis)
-    assert turned.placements == (Shard(1), Shard(2), Shard(2))
-    assert list(back.placements) == PLACED
-    up = distribute_tensor(random(1, B, 12, 8, D), three, PLACED)
-    (grad,) = torch.autograd.grad(back, x, up)
-    (plain_grad,) = torch.autograd.grad(plain_back, local, up.to_local())
-    assert list(grad.placements) == PLACED
-    result = turned.to_local(), back.to_local(), grad.to_local()
-    actual = errors(result, (plain, plain_back, plain_grad))
-    return actual + errors((back.full_tensor(), grad.full_tensor()), (2 * x.full_tensor(), 2 * up.full_tensor()))
-
-
-def test_dtensors_on_three_axes(worlds):
-    assert all(max(actual) == 0.0 for actual in worlds(8).run(dtensors_like_local))
-
-
-def gathers_dtensors(length: int) -> list[float]:
-    """The gradient of a gathered tensor may be replicated or partial: both are right."""
-    whole_mesh = mesh(ring=2, ulysses=2, tp=2)
-    three, axis = whole_mesh["ring", "ulysses", "tp"], whole_mesh["ulysses"]
-    x = distribute_tensor(random(0, B, length, 8, D), three, PLACED).requires_grad_()
-    y = all_gather(x, axis)
-    placed = (Shard(1), Replicate(), Shard(2))
-    assert y.placements == placed
-    expected = distribute_tensor(random(0, B, length, 8, D), three, placed)
-
-    up = random(1, B, length, 8, D)
-    with CommLedger() as ledger:
-        (grad,) = torch.autograd.grad(y, x, distribute_tensor(up, three, placed), retain_graph=True)
-    assert ledger.bytes() == 0
-    partial_grad = random(2 + axis.get_local_rank(), *y.to_local().shape)
-    total_grad = sum(random(2 + r, *partial_grad.shape) for r in range(2))
-    partial = [Shard(1), Partial(), Shard(2)]
-    with CommLedger() as ledger:
-        (summed,) = torch.autograd.grad(y.to_local(grad_placements=partial), x, partial_grad)
-    assert ledger.bytes(kind="reduce_scatter", phase="backward") == ledger.bytes() > 0
-    assert list(grad.placements) == list(summed.placements) == PLACED
-    rank = axis.get_local_rank()
-    sizes = dtensor.chunk_sizes(partial_grad.shape[1], 2)
-
-    parts = DTensor.from_local(partial_grad, three, partial, shape=x.shape, stride=x.stride()).requires_grad_()
-    scattered = reduce_scatter(parts, axis)
-    (spread,) = torch.autograd.grad(scattered, parts, distribute_tensor(up, three, PLACED))
-    assert list(scattered.placements) == PLACED
-    assert spread.placements == placed
-    result = y.to_local(), grad.full_tensor(), summed.to_local(), scattered.to_local(), spread.full_tensor()
-    return errors(result, (expected.to_local(), up, split(total_grad, sizes, rank), split(total_grad, sizes, rank), up))
-
-
-def test_gathering_dtensors(worlds):
-    for rank in worlds(8).run(each, gathers_dtensors, [(12,), (11,)]):
-        assert all(max(actual) <= EXACT for actual in rank)
-
-
-def merges_dtensors() -> list[float]:
-    whole_mesh = mesh(ring=4, tp=2)
-    two, axis = whole_mesh["ring", "tp"], whole_mesh["ring"]
-    out, lse = partials((12,), 2, torch.float64)[axis.get_local_rank()]
-    heads = slice(3 * two.get_local_rank("tp"), 3 * two.get_local_rank("tp") + 3)
-    local = [x[:, :, heads].clone().requires_grad_() for x in (out, lse)]
-    placed = [LogSumExpPartial(packed=False), Shard(2)]
-    parts = [DTensor.from_local(x, two, placed) for x in local]
-    results = merge_scatter(parts[0], parts[1], axis)
-    plain = merge_scatter(local[0], local[1], axis)
-    assert all(x.placements == (Shard(1), Shard(2)) for x in results)
-    assert (results[0].shape, results[1].shape) == ((2, 12, H, D), (2, 12, H))
-    ups = [random(7 + i, *x.shape) for i, x in enumerate(plain)]
-    grads = torch.autograd.grad([x.to_local() for x in results], local, ups)
-    expected = torch.autograd.grad(plain, local, ups)
-    finite = [x.nan_to_num(neginf=0) for x in (results[1].to_local(), plain[1])]
-    return errors((results[0].to_local(), finite[0], *grads), (plain[0], finite[1], *expected))
-
-
-def test_merging_dtensors(worlds):
-    assert all(max(actual) == 0.0 for actual in worlds(8).run(merges_dtensors))
