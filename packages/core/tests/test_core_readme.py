@@ -1,4 +1,4 @@
-"""The README's examples, on the test's ranks, whose process group stays."""
+"""The public names, and the README's examples, on the test's ranks, whose process group stays."""
 
 import re
 from contextlib import chdir
@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+import armillary.core
 from armillary.core.testing import mesh
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -23,3 +24,9 @@ def run_examples(folder: Path) -> int:
 
 def test_the_examples_run_on_four_ranks(worlds, tmp_path):
     assert worlds(4).run(run_examples, tmp_path) == [2 * 10 * 4] * 4
+
+
+def test_public_names_are_few_and_importable():
+    names = armillary.core.__all__
+    assert sorted(set(names)) == names and len(names) <= 45
+    assert all(hasattr(armillary.core, name) for name in names)

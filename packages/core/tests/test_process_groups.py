@@ -1,5 +1,6 @@
 """The device of a rank, and the creation and connection of process groups, with stubs of CUDA and NCCL."""
 
+import json
 import os
 import subprocess
 import sys
@@ -69,27 +70,11 @@ def test_only_groups_with_nccl_as_single_backend_are_bound_to_the_device(gpus, m
     assert [options["device_id"] for _, options in started] == [torch.device("cuda", 3), None, None, None]
     assert started[0][1]["timeout"] == timedelta(seconds=5)
 
-
-@pytest.mark.parametrize("call", [{"bind": False}, {"with_gloo": True}])
-def test_nccl_with_own_binding_gets_the_callers_device(gpus, monkeypatch, call):
-    started = []
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: started.append(options["device_id"]))
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(compat, "nccl_binds_devices", lambda: True)
+    monkeypatch.setattr(compat, "nccl_binds_devices", lambda: True)  # by default to LOCAL_RANK's
     gpus(8, 3, chosen=5)
-    start_process_group("cuda", **call)
-    assert started == [torch.device("cuda", 5)]
-
-
-NCCL_KIND = "import sys; from armillary.core import compat; sys.exit(10 + compat.nccl_binds_devices())"
-
-
-@pytest.mark.parametrize(("expected", "code"), [("0", 10), ("1", 11)])
-def test_the_nccl_implementation_is_recognized(expected, code):
-    if not hasattr(dist.distributed_c10d, "_create_nccl2_process_group"):
-        code = 10
-    environment = {**os.environ, "TORCH_DIST_USE_NCCL2": expected}
-    assert subprocess.run([sys.executable, "-c", NCCL_KIND], env=environment, timeout=120).returncode == code
+    start_process_group("cuda", bind=False)
+    start_process_group("cuda", with_gloo=True)
+    assert [options["device_id"] for _, options in started[4:]] == [torch.device("cuda", 5)] * 2
 
 
 def test_groups_are_connected_by_a_tensor_on_the_device(monkeypatch):
@@ -135,36 +120,22 @@ def mesh_options(nccl, monkeypatch):
     return requests
 
 
-def test_axes_of_high_priority_have_separate_groups(mesh_options):
+def test_axes_of_high_priority_have_separate_groups(mesh_options, monkeypatch):
     minute = timedelta(minutes=1)
     build_mesh("cuda", ring=4, ulysses=2, timeout=minute, high_priority=["ring", "tp"])
     build_mesh("cuda", ulysses=8, high_priority=["ring"])
     build_mesh("cpu", ring=8, high_priority=["ring"])
-    ring = mesh_options[0]["backend_override"]
-    assert [*ring] == ["ring"] and ring["ring"].is_high_priority_stream and ring["ring"]._timeout == minute
-    assert ring["ring"].config.max_ctas is None
-    assert mesh_options[1:] == [{"backend_override": None}] * 2
-
-
-def test_axis_of_all_ranks_can_have_a_communicator_with_few_thread_blocks(mesh_options):
     build_mesh("cuda", ulysses=8, high_priority=["ring", "ulysses"], max_ctas=16)
-    (options,) = mesh_options
-    assert {name: override.config.max_ctas for name, override in options["backend_override"].items()} == {"ulysses": 16}
+    overrides = [options["backend_override"] for options in mesh_options]
+    ring, ulysses = overrides[0]["ring"], overrides[3]["ulysses"]
+    assert [override and [*override] for override in overrides] == [["ring"], None, None, ["ulysses"]]
+    assert ring.is_high_priority_stream and ring._timeout == minute
+    assert (ring.config.max_ctas, ulysses.config.max_ctas) == (None, 16)
 
-
-def test_options_of_nccl_do_not_reach_gloo(mesh_options, monkeypatch):
-    monkeypatch.setattr(compat, "has_several_backends", lambda: True)
+    monkeypatch.setattr(compat, "has_several_backends", lambda: True)  # options of NCCL do not reach gloo
     build_mesh("cuda", ring=8, high_priority=["ring"])
-    backend, options = mesh_options[0]["backend_override"]["ring"]
+    backend, options = mesh_options[-1]["backend_override"]["ring"]
     assert backend == "nccl" and options.is_high_priority_stream
-
-
-def kinds_of_default_group() -> bool:
-    return compat.has_several_backends()
-
-
-def test_one_backend_is_not_several_kinds(worlds):
-    assert worlds(2).run(kinds_of_default_group) == [False] * 2
 
 
 def test_thread_block_limit_is_an_option_of_torch():
@@ -172,19 +143,6 @@ def test_thread_block_limit_is_an_option_of_torch():
         pytest.skip("a torch without NCCL")
     assert compat.high_priority(timedelta(minutes=1), 16).config.max_ctas == 16
     assert compat.high_priority(timedelta(minutes=1)).config.max_ctas not in (0, 16)
-
-
-@pytest.mark.parametrize("above", [True, False])
-def test_copies_of_an_axis_have_its_priority(nccl, monkeypatch, above):
-    new_groups = []
-    backend = SimpleNamespace(options=Options(above))
-    group = SimpleNamespace(group_name="ring", _get_backend=lambda device: backend)
-    monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
-    monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(compat, "new_group", lambda *arguments: new_groups.append(arguments) or group)
-    Axis("ring", 0, 2, Weakable(group), None, "cuda").duplicate()  # type: ignore[arg-type] - no group is used
-    assert [arguments[3] for arguments in new_groups] == [backend.options if above else None]
 
 
 def configured_timeouts() -> dict[str, timedelta | None]:
@@ -207,28 +165,20 @@ def test_groups_made_from_an_axis_have_its_timeout():
             assert timeouts == dict.fromkeys(timeouts, timedelta(minutes=46))
 
 
-@pytest.mark.parametrize("method", ["duplicate", "part"])
-def test_groups_on_cuda_have_the_timeout_of_their_axis(nccl, monkeypatch, method):
+@pytest.mark.parametrize("above", [True, False])
+def test_groups_on_cuda_have_the_timeout_and_the_priority_of_their_axis(nccl, monkeypatch, above):
     """On CUDA the host has no time-out for an axis; the group's NCCL options have one."""
-    groups, options = [], Options()
-    options._timeout = timedelta(minutes=46)
+    new_groups, set_timeouts, minutes = [], [], timedelta(minutes=46)
+    options = Options(above)
+    options._timeout = minutes
     group = SimpleNamespace(group_name="ring", _get_backend=lambda device: SimpleNamespace(options=options))
     monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, device: None)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(compat, "new_group", lambda *arguments: groups.append(arguments) or group)
+    monkeypatch.setattr(compat, "new_group", lambda *arguments: new_groups.append(arguments) or group)
     axis = Axis("ring", 0, 2, Weakable(group), None, "cuda")  # type: ignore[arg-type] - no group is used
-    axis.duplicate() if method == "duplicate" else axis.part([0, 1])
-    assert [timeout for _, _, timeout, _ in groups] == [timedelta(minutes=46)]
-
-
-@pytest.mark.parametrize("configured", [timedelta(minutes=46), None])
-def test_flattened_groups_on_cuda_have_the_timeout_of_their_axes(monkeypatch, configured):
-    set_timeouts = []
-    options = SimpleNamespace(_timeout=configured)
-    backends = {"cuda": SimpleNamespace(options=options)}
-    group = SimpleNamespace(_get_backend=lambda device: backends[device.type])
-    flat = SimpleNamespace(get_group=lambda: "flat group")
+    axis.duplicate(), axis.part([0, 1])
+    assert [arguments[2:] for arguments in new_groups] == [(minutes, options if above else None)] * 2
 
     class Mesh:
         device_type = "cuda"
@@ -237,11 +187,13 @@ def test_flattened_groups_on_cuda_have_the_timeout_of_their_axes(monkeypatch, co
             return group if name == "shard" else None
 
         def __getitem__(self, axes: tuple[str, ...]) -> object:
-            return SimpleNamespace(_flatten=lambda name: flat)
+            return SimpleNamespace(_flatten=lambda name: SimpleNamespace(get_group=lambda: "flat group"))
 
     monkeypatch.setattr(compat, "set_timeout", lambda timeout, group: set_timeouts.append((timeout, group)))
-    assert compat.flatten(Mesh(), ("shard", "ring"), "fsdp") is flat  # type: ignore[arg-type]
-    assert set_timeouts == ([(configured, "flat group")] if configured else [])
+    compat.flatten(Mesh(), ("shard", "ring"), "fsdp")  # type: ignore[arg-type]
+    options._timeout = None
+    compat.flatten(Mesh(), ("shard", "ring"), "fsdp")  # type: ignore[arg-type]
+    assert set_timeouts == [(minutes, "flat group")]
 
 
 def start_and_leave(rank: int, folder: str, times: int) -> int:
@@ -287,36 +239,52 @@ def test_groups_are_created_with_their_priority(worlds):
     assert worlds(2).run(with_priority) == [[high, None]] * 2
 
 
-BUSY = """
-import hashlib, os, sys, threading, time
+SCRIPT = """
+import hashlib, json, sys, threading, time
+import torch
+before = set(sys.modules)
 import armillary.core
+
+slow = [name for name in sys.argv[1:] if name in sys.modules and name not in before]
+print(json.dumps([slow, armillary.core.compat.nccl_binds_devices()]))
 
 def compute():
     with open(f"/proc/self/task/{threading.get_native_id()}/comm", "w") as name:
-        name.write(sys.argv[1])
+        name.write("pt_gloo_runloop")
     started.set()
     end = time.monotonic() + 1
     while time.monotonic() < end:
         hashlib.sha256(bytes(2**22))  # runs without the GIL
-    os.write(1, b"ended")
+    print("the thread ended", flush=True)
 
 started = threading.Event()
 threading.Thread(target=compute, daemon=True).start()
 started.wait()
 """
+SLOW = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy", "numpy")
 
 
 @pytest.mark.skipif(not THREAD_FOLDER.exists(), reason="looks at threads as Linux shows them")
-@pytest.mark.parametrize(("thread", "printed"), [("pt_gloo_runloop", "ended"), ("another", "")])
-def test_python_exits_after_the_threads_of_gloo_are_idle(thread, printed):
-    ran = subprocess.run([sys.executable, "-c", BUSY, thread], capture_output=True, text=True, check=True)
-    assert ran.stdout == printed
+@pytest.mark.parametrize("nccl2", ["0", "1"])
+def test_a_process_imports_no_slow_module_knows_its_nccl_and_exits_after_gloo(nccl2):
+    """DTensor and FSDP2 take as long to import as torch; their users have imported them already."""
+    environment = {**os.environ, "TORCH_DIST_USE_NCCL2": nccl2}
+    command = [sys.executable, "-c", SCRIPT, *SLOW]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    facts, *after = ran.stdout.splitlines()
+    binds = nccl2 == "1" and hasattr(dist.distributed_c10d, "_create_nccl2_process_group")
+    assert json.loads(facts) == [[], binds] and after == ["the thread ended"]
+
+
+def gloo_threads_and_backends() -> tuple[list[str], bool]:
+    return gloo_thread_states(), compat.has_several_backends()
 
 
 def test_gloo_threads_are_recognized_by_name(worlds):
     """An idle world of two ranks: torch starts two threads for each group."""
-    states = worlds(2).run(gloo_thread_states)
-    assert all(len(of_rank) >= 2 and set(of_rank) <= {"S", "R"} for of_rank in states)
+    assert gloo_thread_states() == []  # of this process, which has other threads
+    for states, has_several_backends in worlds(2).run(gloo_threads_and_backends):
+        assert len(states) >= 2 and set(states) <= {"S", "R"} and not has_several_backends
 
 
 class Weakable:
