@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from unittest.mock import patch
@@ -206,18 +207,22 @@ def error(actual: Tensor, expected: Tensor, scale_of: Tensor) -> float:
     """Error relative to the norm of the full tensor, because a rank's part may be empty or tiny."""
     if actual.shape != expected.shape or not actual.isfinite().all():
         return float("inf")
-    if not scale_of.any():
-        return float(actual.any())
-    return ((actual - expected).norm() / scale_of.norm()).item()
+    return ((actual - expected).norm() / scale_of.norm()).item() if scale_of.any() else float(actual.any())
 
 
-def worst_errors(seeds: list[int]) -> dict[int, tuple[float, str]]:
+def worst_errors(
+    seeds: list[int], kernel_of: Callable[[Case], StateKernel | None] = lambda case: None
+) -> dict[int, tuple[float, str]]:
     """Returns the largest error of each random case, and the tensor's name."""
     results = {}
     for seed in seeds:
         case = random_case(seed, get_world_size())
         with patch.object(TorchChunks, "max_chunk", case.chunk):  # several chunks of a run in short sequences
-            case_errors = errors(case)
+            case_errors = errors(case, kernel_of(case))
         name = max(case_errors, key=lambda name: case_errors[name])
         results[seed] = case_errors[name], name
     return results
+
+
+def each(function: Callable[..., object], cases: list[tuple]) -> list[object]:
+    return [function(*case) for case in cases]

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from states_oracle import worst_errors
 from torch.nn import functional as F
 
 from armillary.attention import AttentionMask
-from armillary.core import Axis, CommLedger, SequenceLayout
+from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 from armillary.states import gated_delta_rule, ssd
 
 TOLERANCE = 1e-10
+KINDS = ["delta", "channels", "ssd"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_random_cases_equal_the_recurrence(worlds, ranks):
-    seeds = list(range(1000 * ranks, 1000 * ranks + 15))
-    for errors in worlds(ranks).run(worst_errors, seeds):
+@pytest.mark.parametrize(("ranks", "count"), [(1, 8), (2, 10), (3, 10), (4, 12)])
+def test_random_cases_equal_the_recurrence(worlds, ranks, count):
+    for errors in worlds(ranks).run(worst_errors, [*range(1000 * ranks, 1000 * ranks + count)]):
         assert not {seed: actual for seed, actual in errors.items() if not actual[0] < TOLERANCE}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_a_thousand_random_cases_equal_the_recurrence(worlds, ranks):
-    seeds = list(range(100_000 * ranks, 100_000 * ranks + 200))
-    for errors in worlds(ranks).run(worst_errors, seeds, timeout=3000):
-        assert not {seed: actual for seed, actual in errors.items() if not actual[0] < TOLERANCE}
-    print(f"{len(seeds)} random cases on {ranks} ranks")
 
 
 def inputs_of(kind: str, length: int, dtype: torch.dtype = torch.float64, heads: int = 4) -> dict[str, torch.Tensor]:
@@ -58,7 +47,7 @@ def layer_of(kind: str):
     return ssd if kind == "ssd" else gated_delta_rule
 
 
-@pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_tree_equals_its_separate_sequences(kind):
     ends, parents = [0, 9, 14, 15, 40, 47, 52], [-1, 0, 1, 0, 3, 3]
     leaves, paths = [2, 4, 5], [[0, 1, 2], [0, 3, 4], [0, 3, 5]]
@@ -89,68 +78,6 @@ def test_tree_equals_its_separate_sequences(kind):
     assert leaves == [path[-1] for path in paths]
     for tree, unshared in zip(gradients(tree_loss), gradients(unshared_loss), strict=True):
         assert relative_error(tree, unshared) < 1e-12
-
-
-def gathered_bytes(kind: str, layout: SequenceLayout, mask: AttentionMask | None, inputs) -> tuple[int, int]:
-    ring = mesh(ring=layout.shards)["ring"]
-    local = local_inputs(inputs, layout, Axis.of(ring).rank)
-    leaves = [x.requires_grad_() for x in local.values()]
-    with CommLedger() as ledger:
-        out, _ = layer_of(kind)(**local, layout=layout, axis=ring, mask=mask)
-        torch.autograd.grad(out.sum(), leaves)
-    assert ledger.bytes() == ledger.bytes(kind="all_gather") + ledger.bytes(kind="reduce_scatter")
-    return ledger.bytes(kind="all_gather", phase="forward"), ledger.bytes(kind="reduce_scatter", phase="backward")
-
-
-def expected_bytes(kind: str, layout: SequenceLayout, ends: list[int]) -> list[tuple[int, int]]:
-    """Bytes of float64 states of two rows of documents, one per run that another rank continues or that ends a row."""
-    heads, channels, width = 4, 6, 5
-    elements = []
-    spans = {
-        (run.start, run.stop): shard
-        for shard in range(layout.shards)
-        for start, stop in itertools.pairwise(ends)
-        for span in layout.spans(shard)
-        if (run := range(max(span.start, start), min(span.stop, stop)))
-    }
-    by_start, by_stop = ({span[i]: shard for span, shard in spans.items()} for i in (0, 1))
-    for rank in range(layout.shards):
-        total = 0
-        for start, stop in (span for span, shard in spans.items() if shard == rank):
-            follows = stop not in ends and by_start[stop] != rank
-            tree_start = start
-            while tree_start not in ends and by_stop[tree_start] == rank:
-                tree_start = next(a for a, b in spans if b == tree_start)
-            if follows or stop == ends[-1]:
-                total += heads * channels * width
-                if tree_start not in ends:
-                    total += heads * (1 if kind == "ssd" else channels**2)
-        elements.append(2 * 8 * total)
-    return [((layout.shards - 1) * max(elements), sum(elements) - local_elements) for local_elements in elements]
-
-
-@pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
-def test_bytes_of_states_and_maps_do_not_depend_on_length(worlds, kind):
-    for factor in (1, 2):
-        length = 48 * factor
-        ragged = [[(0, 5), (20, 30)], [(5, 14), (40, 44)], [(14, 20), (30, 40)], [(44, 48)]]
-        layouts = [
-            SequenceLayout.contiguous(length, 4),
-            SequenceLayout.zigzag(length, 4),
-            SequenceLayout([[range(factor * a, factor * b) for a, b in shard] for shard in ragged]),
-        ]
-        actual = list[object]()
-        for layout in layouts:
-            for ends in ([0, length], [0, 13 * factor, 24 * factor, length]):
-                arguments = kind, layout, AttentionMask(documents=ends), inputs_of(kind, length)
-                actual.append(worlds(4).run(gathered_bytes, *arguments))
-                assert actual[-1] == expected_bytes(kind, layout, ends)
-        if factor == 1:
-            before = actual
-    assert actual == before
-    # A zigzag shard has two spans: two states and two maps per row, and gradients of those of the three other shards.
-    state, one_map = 4 * 6 * 5, 4 if kind == "ssd" else 4 * 6 * 6
-    assert before[2][1][0] == 3 * 2 * 8 * 2 * (state + one_map)
 
 
 def dtypes(kind: str) -> None:
@@ -184,7 +111,7 @@ def dtypes(kind: str) -> None:
     assert all(relative_error(a, b) < 1e-5 for a, b in zip(results[2], results[3], strict=True))
 
 
-@pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_states_of_bfloat16_inputs_are_float32(worlds, kind):
     worlds(2).run(dtypes, kind)
 
@@ -217,7 +144,7 @@ def poisoned(kind: str) -> None:
     assert all(grad[:, real].isfinite().all() for grad in grads)
 
 
-@pytest.mark.parametrize("kind", ["delta", "channels", "ssd"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_nan_in_memory_and_padding_has_no_effect(worlds, kind):
     worlds(2).run(poisoned, kind)
 
