@@ -26,37 +26,12 @@ INTERPRETED = {**os.environ, "TRITON_INTERPRET": "1"}
     find_spec("triton") is not None and version("triton") < "3.7" and np.__version__ >= "2.4",
     reason="the interpreter of Triton 3.6, which torch 2.11 installs, needs NumPy 2.3",
 )
-@pytest.mark.parametrize(("every", "count"), [(7, 40), pytest.param(1, 250, marks=pytest.mark.long)])
-def test_fused_kernel_equals_torch_ops(every, count):
-    command = [sys.executable, "-W", "ignore", CASES, str(every)]
+def test_fused_kernel_equals_torch_ops():
+    command = [sys.executable, "-W", "ignore", CASES, "13"]
     run = subprocess.run(command, env=INTERPRETED, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout)
-    assert result["failed"] == [] and result["tried"] >= count
-
-
-COMPILED = """
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from armillary.core.collectives.fused_merge import _merge_rows as kernel
-
-pointers = {"out": "*fp32", "lse": "*fp32", "part_out": "*bf16", "part_lse": "*fp32"}
-signature = {name: pointers.get(name, "i32") for name in kernel.arg_names}
-constants = {"ROWS": 32, "WIDTH": 128, "out_dim": 1, "part_dim": 1}
-source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants)
-for capability in (80, 90, 100):
-    print(len(compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]) > 0)
-"""
-
-
-@pytest.mark.long
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_triton_compiles_the_kernel_for_three_generations_of_gpus(tmp_path):
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMPILED], env=environment, capture_output=True, text=True
-    )
-    assert run.stdout.split() == ["True"] * 3, run.stderr
+    assert result["failed"] == [] and result["tried"] >= 20
 
 
 def results(shape: tuple[int, ...] = (2, 5, 3, 8), dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
@@ -72,38 +47,28 @@ def fused(monkeypatch):
     return called
 
 
-def test_plain_tensors_are_merged_by_the_fused_kernel(fused):
+def test_plain_tensors_are_merged_by_the_fused_kernel_and_others_by_torchs_ops(fused):
     for shape in ((8,), (3, 8), (5, 3, 8), (2, 5, 3, 8)):
         merge.merge_(*results(shape))
-    assert fused == [(8,), (3, 8), (5, 3, 8), (2, 5, 3, 8)]
+    assert fused == [(8,), (3, 8), (5, 3, 8), (2, 5, 3, 8)] and merge.fuses(*results())
+    fused.clear()
+    for name, tensors in {
+        "five dims": [x.expand(2, *x.shape) for x in results()],
+        "a gradient": [x.requires_grad_() if i == 2 else x for i, x in enumerate(results())],
+        "broadcast": [x[:1] if i > 1 else x for i, x in enumerate(results())],
+        "another dtype of lse": results()[:2] + [x.double() for x in results()[2:]],
+        "a narrow accumulator": [x.half() for x in results()],
+        "integers": results()[:2] + [x.int() if i == 0 else x for i, x in enumerate(results()[2:])],
+    }.items():
+        assert not merge.fuses(*tensors), name
+        with torch.no_grad():
+            assert merge.fuses(*tensors) == (name == "a gradient")
 
-
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        [x.expand(2, *x.shape) for x in results()],
-        [x.requires_grad_() if i == 2 else x for i, x in enumerate(results())],
-        [x[:1] if i > 1 else x for i, x in enumerate(results())],
-        results()[:2] + [x.double() for x in results()[2:]],
-        [x.half() for x in results()],
-        results()[:2] + [x.int() if i == 0 else x for i, x in enumerate(results()[2:])],
-    ],
-    ids=["five dims", "a gradient", "broadcast", "another dtype of lse", "a narrow accumulator", "integers"],
-)
-def test_fused_kernel_is_not_used_for_unsupported_tensors(tensors):
-    assert merge.fuses(*results()) and not merge.fuses(*tensors)
-    with torch.no_grad():
-        assert merge.fuses(*tensors) == tensors[2].requires_grad
-
-
-def test_torch_ops_merge_tensors_with_gradients(fused):
     out, lse, part, part_lse = results()
     merge.merge_(out, lse, part.requires_grad_(), part_lse)
     out.sum().backward()
-    assert fused == [] and torch.equal(part.grad, torch.full_like(part, 0.5))
+    assert torch.equal(part.grad, torch.full_like(part, 0.5))
 
-
-def test_fake_and_traced_tensors_are_merged_by_torchs_ops(fused):
     with FakeTensorMode() as mode:
         merge.merge_(*map(mode.from_tensor, results()))
 
@@ -112,10 +77,10 @@ def test_fake_and_traced_tensors_are_merged_by_torchs_ops(fused):
         return tensors[0]
 
     merged = torch.compile(traced, backend="eager", fullgraph=True)(*results())
-    assert fused == [] and torch.equal(merged, torch.full_like(merged, 0.5))
+    assert torch.equal(merged, torch.full_like(merged, 0.5))
     mapped = list[bool]()
     torch.func.vmap(lambda *tensors: mapped.append(merge.fuses(*tensors)) or tensors[0])(*results())
-    assert mapped == [False]
+    assert mapped == [False] and fused == []
 
 
 def merges_dtensors() -> bool:

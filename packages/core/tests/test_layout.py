@@ -4,23 +4,21 @@ from itertools import pairwise
 
 import pytest
 import torch
+from core_cases import LAYOUTS
 from hypothesis import given
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout
-
-KINDS = {
-    "contiguous": SequenceLayout.contiguous,
-    "zigzag": SequenceLayout.zigzag,
-    "striped": SequenceLayout.striped,
-}
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> SequenceLayout:
     shards = draw(st.integers(1, 8))
     length = draw(st.integers(shards, 80))
-    layout = KINDS[draw(st.sampled_from(sorted(KINDS)))](length, shards)
+    kind = draw(st.sampled_from(sorted(LAYOUTS)))
+    layout = LAYOUTS[kind](length, shards)
+    assert max(layout.sizes) - min(layout.sizes) <= 1
+    assert kind == "zigzag" or list(layout.sizes) == sorted(layout.sizes, reverse=True)
     return layout.refine(draw(st.integers(1, min(layout.sizes))))
 
 
@@ -54,13 +52,6 @@ def test_join_undoes_take_and_both_carry_gradients(layout, dim):
     assert torch.equal(full, x)
     (full * x.detach()).sum().backward()
     assert torch.equal(x.grad, x.detach())
-
-
-@given(st.sampled_from(sorted(KINDS)), st.integers(1, 8), st.integers(0, 70))
-def test_sizes_differ_by_one_at_most(kind, shards, extra):
-    sizes = KINDS[kind](shards + extra, shards).sizes
-    assert max(sizes) - min(sizes) <= 1
-    assert kind == "zigzag" or list(sizes) == sorted(sizes, reverse=True)
 
 
 def test_the_layouts_match_the_papers():

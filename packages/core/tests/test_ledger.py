@@ -2,8 +2,6 @@
 
 from inspect import cleandoc
 
-import pytest
-
 from armillary.core import CommLedger
 from armillary.core.observe import format_bytes
 from armillary.core.parts import phase
@@ -38,39 +36,22 @@ def test_ledgers_nest_and_stop_counting_when_closed():
     assert (inner.bytes(), inner.bytes(phase="backward")) == (7, 0)
 
 
-def test_ledger_counts_messages_by_the_same_keys():
+def test_counts_of_messages_and_the_table_of_the_docstring():
     ledger = booked()
     assert (ledger.messages(), ledger.messages(axis="ring"), ledger.messages(phase="backward")) == (17, 9, 10)
-
-
-def test_the_table_matches_the_docstring():
-    assert booked().table() == TABLE.rstrip("\n")
+    assert ledger.table() == TABLE.rstrip("\n")
     assert TABLE in cleandoc(CommLedger.__doc__ or "")
 
 
-def test_rows_have_the_messages_of_their_kind():
-    with CommLedger() as ledger:
-        CommLedger.add("ring", "p2p", 8, 3)
-        CommLedger.add("ring", "all_gather", 8, 1)
-    _, *rows = (line.split() for line in ledger.table().splitlines())
-    assert [(kind, messages) for _, kind, *_, messages in rows[:2]] == [("all_gather", "1"), ("p2p", "3")]
-
-
-def test_columns_are_wide_enough_for_a_run():
-    with CommLedger() as ledger:
-        CommLedger.add("ring", "p2p", 123_456_789_012, 1)
-    assert "  123,456,789,012 114.978 GiB  " in ledger.table()
-    assert len({len(line) for line in ledger.table().splitlines()}) == 1
-
-
-def test_empty_ledger_prints_one_line():
+def test_tables_of_several_kinds_of_large_numbers_and_of_nothing():
     with CommLedger() as ledger:
         CommLedger.add("ring", "p2p", 0, 0)
-    assert ledger.table() == "nothing was sent"
-
-
-@pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.000 KiB"), (1_744_830_464, "1.625 GiB")]
-)
-def test_bytes_in_units(size, text):
-    assert format_bytes(size) == text
+        assert ledger.table() == "nothing was sent"
+        CommLedger.add("ring", "p2p", 123_456_789_012, 3)
+        CommLedger.add("ring", "all_gather", 8, 1)
+    lines = ledger.table().splitlines()
+    assert "  123,456,789,012 114.978 GiB  " in lines[2] and len({len(line) for line in lines}) == 1
+    rows = [line.split() for line in lines[1:3]]
+    assert [(kind, messages) for _, kind, *_, messages in rows] == [("all_gather", "1"), ("p2p", "3")]
+    sizes = {0: "0 B", 1023: "1023 B", 1024: "1.000 KiB", 1_744_830_464: "1.625 GiB"}
+    assert {size: format_bytes(size) for size in sizes} == sizes

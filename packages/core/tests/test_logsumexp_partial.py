@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 import torch
+from core_cases import each
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -49,20 +50,16 @@ def error(got: Tensor, expected: Tensor) -> float:
 # -- without ranks ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_unpack_inverts_pack(dtype):
-    out, lse = partial(0, dtype=dtype)
-    packed = pack_partial(out, lse)
-    assert packed.shape == (B, N, H, D + 1) and packed.dtype == torch.promote_types(dtype, torch.float32)
-    back = unpack_partial(packed, dtype)
-    assert torch.equal(back[0], out) and torch.equal(back[1], lse) and back[0].dtype == dtype
+def test_unpack_inverts_pack():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        out, lse = partial(0, dtype=dtype)
+        packed = pack_partial(out, lse)
+        assert packed.shape == (B, N, H, D + 1) and packed.dtype == torch.promote_types(dtype, torch.float32)
+        back = unpack_partial(packed, dtype)
+        assert torch.equal(back[0], out) and torch.equal(back[1], lse) and back[0].dtype == dtype
     assert pack_partial(out.bfloat16(), lse.double()).dtype == torch.float64
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_parts_are_merged_in_order(ranks):
-    parts = [partial(rank) for rank in range(ranks)]
-    assert error(merge_parts([pack_partial(*part) for part in parts]), oracle(parts)) <= EXACT
+    with torch.no_grad():  # a leaf may be packed without gradients
+        assert not pack_partial(out.requires_grad_(), lse.requires_grad_()).requires_grad
 
 
 def test_rows_without_visible_keys_weigh_nothing_even_if_nan():
@@ -89,35 +86,21 @@ def test_the_placement_equals_only_its_own_kind():
     assert packed.is_partial() and not packed.is_partial("sum") and not packed.is_replicate()
 
 
-def test_without_gradients_a_leaf_may_be_packed():
-    out, lse = partial(0)
-    with torch.no_grad():
-        assert not pack_partial(out.requires_grad_(), lse.requires_grad_()).requires_grad
-
-
 OPS: dict[str, Callable[[DTensor], object]] = {
     "aten.mul": lambda x: x * 2,
-    "aten.add": lambda x: x + x,
     "aten.slice": lambda x: x[:, :2],
-    "aten.select": lambda x: x[0],
     "aten.transpose": lambda x: x.transpose(0, 1),
-    "aten.view": lambda x: x.view(-1),
     "aten.cat": lambda x: torch.cat([x, x]),
     "aten.sum": lambda x: x.sum(),
     "aten.argmax": lambda x: x.argmax(),
     "aten._to_copy": lambda x: x.bfloat16(),
-    "aten.neg": lambda x: -x,
     "aten.mul_": lambda x: x.mul_(2),
-    "aten.zero_": lambda x: x.zero_(),
     "aten.copy_": lambda x: x.copy_(x),
     "aten.detach": lambda x: x.detach(),
     "aten.clone": lambda x: x.clone(),
-    "aten.alias": lambda x: torch.ops.aten.alias(x),
     "aten._foreach_mul": lambda x: torch._foreach_mul([x], 2),
     "aten.unbind": lambda x: x.unbind(0),
-    "aten.split": lambda x: x.split(1),
     "aten.equal": lambda x: torch.equal(x, x),
-    "aten.zeros_like": lambda x: torch.zeros_like(x),
     "aten.dropout": lambda x: torch.nn.functional.dropout(x),
 }
 
@@ -132,7 +115,7 @@ def test_every_op_is_refused_by_name(packed, fake_mesh):
     ranks = fake_mesh(ring=4)
     x = of([LogSumExpPartial(packed)], ranks["ring"])
     for make in ("sum", "avg"):
-        for op in ("aten.mul", "aten.slice", "aten.transpose", "aten.neg"):
+        for op in ("aten.mul", "aten.slice", "aten.transpose"):
             OPS[op](of([Partial(make)], ranks["ring"]))
     expected = "redistribute it first" if packed else "merge_scatter"
     for name, op in OPS.items():
@@ -143,25 +126,17 @@ def test_every_op_is_refused_by_name(packed, fake_mesh):
         assert str(refused.value).startswith(made_of_others.get(name, name)), (name, refused.value)
 
 
-def test_redistributing_to_the_same_placement_is_accepted(fake_mesh):
-    ranks = fake_mesh(ring=4)
-    x = of([LogSumExpPartial()], ranks["ring"])
+def test_a_merging_placement_stays_and_is_not_made_of_a_full_one(fake_mesh):
+    ring = fake_mesh(ring=4)["ring"]
+    x = of([LogSumExpPartial()], ring)
     same = x.redistribute(placements=[LogSumExpPartial()])
     assert same.placements == (LogSumExpPartial(),) and torch.equal(same.to_local(), x.to_local())
     assert "LogSumExpPartial()" in repr(x)
-
-
-def test_torch_makes_no_partial_result_of_a_full_one(fake_mesh):
-    full = of([Replicate()], fake_mesh(ring=4)["ring"])
     with pytest.raises((RuntimeError, ValueError)):
-        full.redistribute(placements=[LogSumExpPartial()])
-
-
-def test_other_dtensors_keep_their_gradients(fake_mesh):
-    ranks = fake_mesh(ring=4)
-    x = of([Partial("sum")], ranks["ring"]).requires_grad_()
-    (x.redistribute(placements=[Shard(0)]) * 3).to_local().sum().backward()
-    assert x.grad is not None and x.grad.shape == x.shape
+        of([Replicate()], ring).redistribute(placements=[LogSumExpPartial()])
+    summed = of([Partial("sum")], ring).requires_grad_()  # other DTensors keep their gradients
+    (summed.redistribute(placements=[Shard(0)]) * 3).to_local().sum().backward()
+    assert summed.grad is not None and summed.grad.shape == summed.shape
 
 
 # -- on ranks, against one process ------------------------------------------------------------------------------------
@@ -170,9 +145,10 @@ def test_other_dtensors_keep_their_gradients(fake_mesh):
 L, R, S0, S1, S2 = LogSumExpPartial(), Replicate(), Shard(0), Shard(1), Shard(2)
 TOLERANCE = {torch.float64: EXACT, torch.float32: 1e-6, torch.bfloat16: 1e-6}
 ON_ONE_AXIS: list[tuple[Placement, int, torch.dtype]] = [
-    *((to, N, torch.float64) for to in (R, S0, S1, S2)),
+    *((to, N, torch.float64) for to in (R, S0, S2)),
     *((to, 3, torch.float64) for to in (R, S1)),  # fewer tokens than ranks
-    *((to, 12, dtype) for to in (R, S1) for dtype in (torch.float32, torch.bfloat16)),
+    (R, 12, torch.float32),
+    (S1, 12, torch.bfloat16),
 ]
 
 
@@ -195,10 +171,6 @@ def bytes_of(x: DTensor, y: DTensor) -> int:
     rows = dtensor.chunk_sizes(x.numel() // x.shape[-1], 4)
     sent_rows = sum(rows) - rows[x.device_mesh.get_local_rank()] + 3 * max(rows)
     return sent_rows * x.shape[-1] * x.element_size()
-
-
-def each(function: Callable[..., object], cases: Sequence[Sequence[object]]) -> list[object]:
-    return [function(*case) for case in cases]
 
 
 def test_redistributing_merges(worlds):
@@ -240,7 +212,7 @@ def merged_over(
 
 
 def test_any_placements_become_any_others(worlds):
-    for rank in worlds(8).run(each, drawn, [(number,) for number in range(80)]):
+    for rank in worlds(8).run(each, drawn, [(number,) for number in range(40)]):
         assert [case for actual, case in rank if not actual <= EXACT] == []
 
 
@@ -249,7 +221,7 @@ def over_a_joint_axis() -> list[tuple[float, str]]:
     built = mesh(ring=2, ulysses=2, tp=2)
     compat.flatten(built, ("shard", "ring", "ulysses"), "joint")
     on, results = built["ring", "ulysses", "tp"], ((R, R), (S1, S1), (S2, S2), (S1, R), (R, S1))
-    cases = [((L, L, last), (*result, last), tokens) for last in (R, S2) for result in results for tokens in (8, 9)]
+    cases = [((L, L, last), (*result, last), tokens) for last in (R, S2) for result in results for tokens in (9,)]
     return [merged_over(on, *case) for case in cases]
 
 

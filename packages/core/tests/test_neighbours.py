@@ -1,12 +1,10 @@
 """Relayout, shift, halo and short convolution against the same on the full sequence, in worlds of gloo ranks."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from core_cases import paths
 from torch.distributed.tensor import DTensor, Shard
 
 from armillary.core import Axis, CommLedger, Segments, SequenceLayout, halo, relayout, shift, short_convolution
@@ -50,31 +48,20 @@ def layouts(shards: int) -> dict[str, SequenceLayout]:
     }
 
 
-def paths(rows: str) -> list[list[list[int]]]:
-    """Returns, for each row and position, the positions on the path from the root to it."""
+def segments_of(rows: str) -> tuple[Segments, ...]:
     options = ROWS[rows]
     if "mask" in options:
-        segments = options["mask"].rows
-    else:
-        ends = options.get("documents", [0, N])
-        segments = [Segments.documents(e) for e in (ends if isinstance(ends[0], list) else [ends])]
-    actual = []
-    for row in segments * (1 if len(segments) == 2 else 2):
-        path: dict[int, list[int]] = {-1: []}
-        for segment, (a, b) in enumerate(pairwise(row.ends)):
-            parent = row.parents[segment]
-            before = [] if parent < 0 else path[row.ends[parent + 1] - 1]
-            for i in range(a, b):
-                before = path[i] = [*before, i]
-        actual.append([path[i] for i in range(N)])
-    return actual
+        return options["mask"].rows
+    ends = options.get("documents", [0, N])
+    return tuple(Segments.documents(e) for e in (ends if isinstance(ends[0], list) else [ends]))
 
 
 def full_shift(x: torch.Tensor, rows: str, offset: int, fill: float) -> torch.Tensor:
     filling = torch.full_like(x[:1, :1], fill)
     everything = torch.cat([x, filling.expand(2, -1, *x.shape[2:])], 1)
     table = []
-    for row in paths(rows):
+    segments = segments_of(rows)
+    for row in [paths(each.ends, each.parents) for each in segments * (2 // len(segments))]:
         if offset >= 0:
             table.append([path[-1 - offset] if len(path) > offset else N for path in row])
         else:
@@ -90,6 +77,12 @@ def full_convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, 
 def sums(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     torch.distributed.all_reduce(x, group=axis.group)
     return x
+
+
+def compare_all(pairs: list[tuple[str, str]]) -> None:
+    for rows, kind in pairs:
+        compare_everything(rows, kind)
+        compare_halos(rows, kind, 3, 0 if "tree" in rows else 2)
 
 
 def compare_everything(rows: str, kind: str) -> None:
@@ -131,12 +124,7 @@ def compare_halos(rows: str, kind: str, left: int, right: int) -> None:
     x = torch.arange(1.0, 2 * N + 1).reshape(2, N)
     actual = halo(layout.take(x, axis.rank), layout, ring, left, right, **ROWS[rows])
     shifted = [full_shift(x, rows, offset, 0) for offset in (*range(left, 0, -1), *range(0, -right - 1, -1))]
-    mask = ROWS[rows].get("mask")
-    if mask is not None:
-        segments = mask.rows
-    else:
-        ends = ROWS[rows].get("documents", [0, N])
-        segments = [Segments.documents(e) for e in (ends if isinstance(ends[0], list) else [ends])]
+    segments = segments_of(rows)
     expected = []
     for row, row_segments in enumerate(segments):
         for run in row_segments.runs(layout.spans(axis.rank)):
@@ -149,20 +137,14 @@ def compare_halos(rows: str, kind: str, left: int, right: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-KINDS = list(layouts(4))
+PAIRS = list(product(ROWS, layouts(4)))
+DIAGONALS = [[(rows, kind) for i, rows in enumerate(ROWS) for j, kind in enumerate(layouts(4)) if (i + j) % 2 == k]
+             for k in (0, 1)]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("rows", list(ROWS))
-def test_shift_and_short_convolution_equal_the_full_sequence(worlds, ranks, rows):
-    for kind in KINDS:
-        worlds(ranks).run(compare_everything, rows, kind)
-
-
-@pytest.mark.parametrize("rows", list(ROWS))
-def test_halos_are_the_tokens_around_each_run(worlds, rows):
-    for kind in KINDS:
-        worlds(4).run(compare_halos, rows, kind, 3, 0 if "tree" in rows else 2)
+@pytest.mark.parametrize(("ranks", "pairs"), [(1, PAIRS[::5]), (2, DIAGONALS[0]), (4, DIAGONALS[1])], ids="124")
+def test_shift_convolution_and_halos_equal_the_full_sequence(worlds, ranks, pairs):
+    worlds(ranks).run(compare_all, pairs)
 
 
 def relayouts() -> None:
@@ -231,30 +213,3 @@ def dtensors() -> None:
 
 def test_dtensors_keep_their_placements(worlds):
     worlds(4).run(dtensors)
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_ancestors_follow_the_path(data):
-    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=8))
-    ends = (0, *np.cumsum(sizes).tolist())
-    parents, path = [], []
-    for segment in range(len(sizes)):
-        parent = data.draw(st.sampled_from([-1, *path]))
-        path = [*path[: path.index(parent) + 1], segment] if parent in path else [segment]
-        parents.append(parent)
-    segments = Segments(ends, tuple(parents))
-    distance = data.draw(st.integers(0, 12))
-    expected = []
-    for position in range(ends[-1]):
-        for _ in range(distance):
-            segment = int(np.searchsorted(ends, position, "right")) - 1
-            start = ends[segment]
-            if position == start:
-                position = -1 if parents[segment] < 0 else ends[parents[segment] + 1] - 1
-            else:
-                position -= 1
-            if position < 0:
-                break
-        expected.append(max(position, -1))
-    assert segments.ancestors(np.arange(ends[-1]), distance).tolist() == expected

@@ -28,44 +28,32 @@ def functions(kind: str, ring, documents) -> dict[str, Callable]:
     }
 
 
-def compiled_and_eager(kind: str, backend: str, every_pair: bool) -> dict[str, bool]:
-    """Compares each function compiled and eager, with all rows of documents or with one of them in turn."""
-    ring = mesh(ring=2)["ring"]
+def compiled_and_eager() -> dict[str, bool]:
+    """Compares each function compiled and eager, with rows of documents and layouts in turn."""
+    ring, same = mesh(ring=2)["ring"], {}
     rank, generator = Axis.of(ring).rank, torch.Generator().manual_seed(1)
-    x = layouts(2)[kind].take(torch.randn(2, N, 3, dtype=torch.float64, generator=generator), rank).requires_grad_()
-    shapes = (3, 4), (3,)
-    parameters = [torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in shapes]
-    same, turn = {}, list(layouts(2)).index(kind)
-    for i, (rows, documents) in enumerate(DOCUMENTS.items()):
-        for j, (name, function) in enumerate(functions(kind, ring, documents).items()):
-            if not every_pair and (i + j + turn) % len(DOCUMENTS):
-                continue
-            torch._dynamo.reset()
-            results = []
-            for call in (function, torch.compile(function, backend=backend, fullgraph=True)):
-                with CommLedger() as ledger:
-                    out = call(x, *parameters)
-                    grads = torch.autograd.grad(out.square().sum(), [x, *parameters], allow_unused=True)
-                results.append(([out, *(y for y in grads if y is not None)], dict(ledger.entries)))
-            (eager, eager_bytes), (compiled, compiled_bytes) = results
-            close = all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(eager, compiled, strict=True))
-            same[f"{name} {rows}"] = close and eager_bytes == compiled_bytes
+    full, *parameters = (
+        torch.randn(s, dtype=torch.float64, generator=generator).requires_grad_() for s in ((2, N, 3), (3, 4), (3,))
+    )
+    for i, name in enumerate(functions("zigzag", ring, None)):
+        rows, kind = list(DOCUMENTS)[i % 3], ("ragged", "zigzag")[i % 2]
+        function = functions(kind, ring, DOCUMENTS[rows])[name]
+        torch._dynamo.reset()
+        results = []
+        for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+            with CommLedger() as ledger:
+                out = call(layouts(2)[kind].take(full, rank), *parameters)
+                grads = torch.autograd.grad(out.square().sum(), [full, *parameters], allow_unused=True)
+            results.append(([out, *(y for y in grads if y is not None)], dict(ledger.entries)))
+        (eager, eager_bytes), (compiled, compiled_bytes) = results
+        close = all(torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in zip(eager, compiled, strict=True))
+        same[f"{name} {rows} {kind}"] = close and eager_bytes == compiled_bytes
     return same
 
 
-@pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "kind", ["zigzag", "ragged", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("contiguous", "striped"))]
-)
-def test_functions_are_in_the_graph(worlds, kind, every_pair):
-    for same in worlds(2).run(compiled_and_eager, kind, "aot_eager", every_pair, timeout=300):
-        assert len(same) in (7, 21) and all(same.values()), same
-
-
-@pytest.mark.long
-def test_functions_are_in_the_graph_of_the_default_compiler(worlds):
-    for same in worlds(2).run(compiled_and_eager, "zigzag", "inductor", True, timeout=600):
-        assert all(same.values()), same
+def test_functions_are_in_the_graph(worlds):
+    for same in worlds(2).run(compiled_and_eager, timeout=300):
+        assert len(same) == 7 and all(same.values()), same
 
 
 def labels() -> None:
@@ -77,10 +65,6 @@ def labels() -> None:
         return shift(ids + 1, layout, ring, -1, fill=-100)
 
     assert torch.equal(torch.compile(next_ids, backend="aot_eager", fullgraph=True)(ids), next_ids(ids))
-
-
-def test_integers_are_shifted_in_the_graph(worlds):
-    worlds(2).run(labels)
 
 
 def refusals() -> None:
@@ -99,5 +83,10 @@ def refusals() -> None:
         assert not ledger.messages()
 
 
-def test_wrong_arguments_raise_before_communication(worlds):
-    worlds(2).run(refusals)
+def labels_and_refusals() -> None:
+    labels()
+    refusals()
+
+
+def test_integers_are_shifted_and_wrong_arguments_refused_before_communication(worlds):
+    worlds(2).run(labels_and_refusals)

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from core_cases import each, poisoned, random
+from core_cases import counted, each, random
 from torch import Tensor
 
 from armillary.core import (
@@ -49,7 +49,7 @@ def turned(sizes: tuple[int, ...], heads: list[range]) -> tuple[list[float], int
     full = random(0, B, sum(sizes), H, D).requires_grad_()
     x = split(full.detach(), sizes, rank).requires_grad_()
     ups = [random(1 + r, B, sum(sizes), len(part), D) for r, part in enumerate(heads)]
-    with poisoned(), CommLedger() as ledger:
+    with counted() as ledger:
         y = seq_to_head(x, axis, sizes=sizes, heads=heads)
         (dx,) = torch.autograd.grad(y, x, ups[rank])
     pieces = [full[:, :, part.start : part.stop] for part in heads]
@@ -58,7 +58,7 @@ def turned(sizes: tuple[int, ...], heads: list[range]) -> tuple[list[float], int
 
     z = [random(10 + r, B, sum(sizes), len(part), D).requires_grad_() for r, part in enumerate(heads)]
     local, up = z[rank].detach().requires_grad_(), random(20, B, sum(sizes), H, D)
-    with poisoned():
+    with counted():
         back = head_to_seq(local, axis, sizes=sizes, heads=heads)
         (dz,) = torch.autograd.grad(back, local, split(up, sizes, rank))
     padded = [torch.nn.functional.pad(a, (0, 0, p.start, H - p.stop)) for a, p in zip(z, heads, strict=True)]
@@ -84,14 +84,14 @@ def gathered(sizes: tuple[int, ...], dim: int, batch: int) -> tuple[list[float],
     shape[dim] = sum(sizes)
     full, ups = random(0, *shape).requires_grad_(), [random(1 + r, *shape) for r in range(4)]
     x = split(full.detach(), sizes, rank, dim).requires_grad_()
-    with poisoned(), CommLedger() as ledger:
+    with counted() as ledger:
         y = all_gather(x, axis, sizes=sizes, dim=dim)
         (dx,) = torch.autograd.grad(y, x, ups[rank])
     actual = errors((y, dx), (full, split(sum(ups), sizes, rank, dim)))
 
     parts = [random(10 + r, *shape) for r in range(4)]
     local, up = parts[rank].clone().requires_grad_(), random(20, *shape)
-    with poisoned(), CommLedger() as second:
+    with counted() as second:
         z = reduce_scatter(local, axis, sizes=sizes, dim=dim)
         (dz,) = torch.autograd.grad(z, local, split(up, sizes, rank, dim))
     actual += errors((z, dz), (split(sum(parts), sizes, rank, dim), up))
@@ -115,7 +115,7 @@ def reduced(shape: tuple[int, ...]) -> tuple[list[float], Tensor, int, int]:
     axis = Axis.of(mesh(ring=4)["ring"])
     addends, douts = ([random(10 * seed + rank, *shape) for rank in range(axis.size)] for seed in (1, 2))
     x = addends[axis.rank].requires_grad_()
-    with CommLedger() as ledger:
+    with counted() as ledger:
         total = all_reduce(x, axis)
         (gradient,) = torch.autograd.grad(total, x, douts[axis.rank])
     sent_bytes = [ledger.bytes("ring", "all_reduce", phase) for phase in ("forward", "backward")]
@@ -159,7 +159,7 @@ def merged(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float)
     parts = partials(sizes, batch, dtype, shift)
     ups = random(100, *parts[0][0].shape).to(dtype), random(101, *parts[0][1].shape).to(parts[0][1].dtype)
     local = [x.clone().requires_grad_() for x in parts[rank]]
-    with poisoned(), CommLedger() as ledger:
+    with counted() as ledger:
         out, lse = merge_scatter(local[0], local[1], axis, sizes=sizes)
         grads = torch.autograd.grad((out, lse), local, [split(up, sizes, rank) for up in ups])
     assert (out.dtype, lse.dtype) == tuple(x.dtype for x in parts[rank]) == tuple(g.dtype for g in grads)

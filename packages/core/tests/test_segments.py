@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from core_cases import paths
 
 from armillary.core import Segments
 from armillary.core.parts import misplaced_segment, path_depths
@@ -14,35 +15,18 @@ TREES = {
 }
 
 
-def paths(ends: tuple[int, ...], parents: tuple[int, ...]) -> list[list[int]]:
-    """Returns the positions on the path from the root to each position."""
-    paths_of_positions = list[list[int]]()
-    for segment, parent in enumerate(parents):
-        before = paths_of_positions[ends[parent + 1] - 1] if parent >= 0 else []
-        for position in range(ends[segment], ends[segment + 1]):
-            before = [*before, position]
-            paths_of_positions.append(before)
-    return paths_of_positions
-
-
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_slices_are_the_paths_of_all_tokens(tree):
-    ends, parents = tree
+@pytest.mark.parametrize(("ends", "parents"), TREES.values(), ids=TREES)
+def test_slices_and_depths_follow_the_paths_of_all_tokens(ends, parents):
     (slices,) = Segments(ends, parents).slices(ends[-1])
     i, j = np.ogrid[: ends[-1], : ends[-1]]
     counts = np.zeros((ends[-1], ends[-1]), int)
     for q0, q1, k0, k1, low, high in slices.tolist():
         counts += (q0 <= i) & (i < q1) & (k0 <= j) & (j < k1) & (low <= j - i) & (j - i <= high)
+    expected = paths(ends, parents)
     assert counts.max() == 1
-    assert [np.flatnonzero(row).tolist() for row in counts] == paths(ends, parents)
-
-
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_depths_count_the_tokens_before_a_segment_on_its_path(tree):
-    ends, parents = tree
-    paths_of_positions = paths(ends, parents)
-    expected = [len(paths_of_positions[start]) - 1 for start in ends[:-1]]
-    assert path_depths(parents, np.diff(ends).tolist()) == expected
+    assert [np.flatnonzero(row).tolist() for row in counts] == expected
+    depths = [len(expected[start]) - 1 for start in ends[:-1]]
+    assert path_depths(parents, np.diff(ends).tolist()) == depths
 
 
 def test_segments_out_of_depth_first_order_are_reported():

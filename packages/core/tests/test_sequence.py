@@ -1,24 +1,21 @@
 """Distributing and gathering a sequence by a layout, against the layout's take and join, in float64."""
 
-from collections.abc import Callable, Sequence
-
 import pytest
 import torch
+from core_cases import LAYOUTS, each, random
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.core import CommLedger, SequenceLayout, distribute_sequence, gather_sequence, sequence_from_local
 from armillary.core.layout import shard_order
-from armillary.core.parts import compat, dtensor
+from armillary.core.parts import compat
 from armillary.core.testing import mesh
 from armillary.core.testing.dtensors import place
 
 S0, S1, S2, R = Shard(0), Shard(1), Shard(2), Replicate()
 KINDS = {
-    "contiguous": SequenceLayout.contiguous,
-    "zigzag": SequenceLayout.zigzag,
-    "striped": SequenceLayout.striped,
+    **LAYOUTS,
     "stripes of 2": lambda length, shards: SequenceLayout.striped(length, shards, stripe=2),
     "balanced": lambda length, shards: SequenceLayout.balanced(length, shards, documents=[0, length // 3, length]),
     "backwards": lambda length, shards: SequenceLayout(
@@ -28,26 +25,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def random(seed: int, *shape: int) -> Tensor:
-    """Random numbers that are equal on every rank."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 # -- without ranks ----------------------------------------------------------------------------------------------------
-
-
-def test_sizes_over_several_axes_are_split_axis_by_axis():
-    for length in range(40):
-        for ranks in ((1,), (3,), (4,), (5,), (2, 2), (2, 3), (3, 2), (2, 2, 2), (1, 4), ()):
-            parts = [torch.arange(length)]
-            for count in ranks:
-                parts = [torch.arange(0).new_tensor(cut) for part in parts for cut in chunks(part.tolist(), count)]
-            assert dtensor.chunk_sizes(length, *ranks) == tuple(map(len, parts))
-
-
-def chunks(values: list[int], count: int) -> list[list[int]]:
-    actual = [part.tolist() for part in torch.tensor(values).chunk(count)] if values else []
-    return actual + [[]] * (count - len(actual))
 
 
 def test_sequence_is_sharded_over_the_expected_axes(fake_mesh):
@@ -100,26 +78,19 @@ Case = tuple[dict[str, int], dict[str, Placement], str, int, tuple[int, ...], in
 
 BOTH: dict[str, Placement] = {"ring": S1, "ulysses": S1}
 ON_TWO: list[Case] = [
-    *(({"ring": 2}, {"ring": S1}, kind, 12, (2, 3), 1) for kind in KINDS),
+    *(({"ring": 2}, {"ring": S1}, kind, 12, (2, 3), 1) for kind in ("zigzag", "balanced")),
     ({"ulysses": 2}, {"ulysses": S1}, "zigzag", 13, (2, 3), 1),
     ({"ring": 2}, {"ring": S0}, "zigzag", 9, (3,), 0),
 ]
 ON_FOUR: list[Case] = [
-    *(({"ring": 4}, {"ring": S1}, kind, 16, (2, 3), 1) for kind in KINDS),
-    *(({"ring": 2, "ulysses": 2}, BOTH, kind, 16, (2, 3), 1) for kind in KINDS),
+    *(({"ring": 4}, {"ring": S1}, kind, 16, (2, 3), 1) for kind in list(KINDS)[::2]),
+    *(({"ring": 2, "ulysses": 2}, BOTH, kind, 16, (2, 3), 1) for kind in list(KINDS)[1::2]),
     *(({"ring": 2, "ulysses": 2}, BOTH, kind, 11, (2, 3), 1) for kind in ("contiguous", "zigzag", "striped")),
     ({"ulysses": 4}, {"ulysses": S1}, "contiguous", 11, (1, 1), 1),
     ({"ring": 4}, {"ring": S0}, "zigzag", 16, (), 0),
     ({"ring": 4}, {"ring": S2}, "striped", 15, (2, 1), 2),
     ({"ring": 2, "tp": 2}, {"ring": S1, "tp": R}, "zigzag", 10, (3, 2), 1),
     ({"shard": 2, "ring": 2}, {"shard": R, "ring": S1}, "zigzag", 10, (2, 2), 1),
-]
-ON_EIGHT: list[Case] = [
-    *(({"ring": 8}, {"ring": S1}, kind, 32, (2, 3), 1) for kind in ("zigzag", "balanced")),
-    *(({"ring": 4, "ulysses": 2}, BOTH, kind, 23, (2, 3), 1) for kind in ("zigzag", "striped")),
-    ({"ring": 2, "ulysses": 4}, BOTH, "zigzag", 32, (2,), 1),
-    ({"ring": 2, "ulysses": 2, "tp": 2}, {**BOTH, "tp": R}, "zigzag", 17, (2, 4), 1),
-    ({"shard": 2, "ring": 2, "ulysses": 2}, {"shard": R, **BOTH}, "striped", 16, (2, 4), 1),
 ]
 
 
@@ -173,15 +144,9 @@ def faults(
     return [name for name, right in checks.items() if not right]
 
 
-def all_faults(cases: list[Case]) -> list[list[str]]:
-    return [faults(*case) for case in cases]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR), pytest.param(8, ON_EIGHT, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("ranks", "cases"), [(2, ON_TWO), (4, ON_FOUR)])
 def test_distribute_and_gather_match_the_layouts_take_and_join(worlds, ranks, cases):
-    for rank in worlds(ranks).run(all_faults, cases, timeout=100):
+    for rank in worlds(ranks).run(each, faults, cases, timeout=100):
         for actual, case in zip(rank, cases, strict=True):
             assert actual == [], case
 
@@ -201,12 +166,8 @@ def joined(length: int, kind: str) -> list[bool]:
 
 
 def test_gather_on_a_flattened_mesh(worlds):
-    for rank in worlds(4).run(each, joined, [(length, kind) for length in (9, 16) for kind in ("zigzag", "striped")]):
-        assert rank == [[True] * 3] * 4
-
-
-def each(function: Callable[..., object], cases: Sequence[Sequence[object]]) -> list[object]:
-    return [function(*case) for case in cases]
+    for rank in worlds(4).run(each, joined, [(9, "striped"), (16, "zigzag")]):
+        assert rank == [[True] * 3] * 2
 
 
 def trained() -> list[float]:
