@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 import torch
-from core_cases import each
+from core_cases import each, merged_by_softmax, partial
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -23,28 +23,9 @@ EXACT = 1e-14
 B, N, H, D = 2, 11, 6, 4
 
 
-def partial(rank: int, tokens: int = N, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """Partial result of a rank. Token 0 has no visible key on any rank, token 1 + rank none on this one."""
-    draw = torch.Generator().manual_seed(rank)
-    out = torch.randn(B, tokens, H, D, generator=draw, dtype=torch.float64)
-    lse = 3 * torch.randn(B, tokens, H, generator=draw, dtype=torch.float64)
-    out[:, [0, 1 + rank % (tokens - 1)]], lse[:, [0, 1 + rank % (tokens - 1)]] = 0, -torch.inf
-    return out.to(dtype), lse.to(torch.promote_types(dtype, torch.float32))
-
-
 def oracle(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """The merged result in float64, packed."""
-    outs, lses = (torch.stack([x.double() for x in column]) for column in zip(*parts, strict=True))
-    total = lses.logsumexp(0)
-    weights = (lses - total).exp().nan_to_num(0)
-    return pack_partial((weights.unsqueeze(-1) * outs).sum(0), total)
-
-
-def error(got: Tensor, expected: Tensor) -> float:
-    """Relative error; infinite if other rows lack keys, or for any NaN."""
-    if not torch.equal(got == -torch.inf, expected == -torch.inf):
-        return torch.inf
-    return relative_error(got.nan_to_num(nan=torch.nan, neginf=0), expected.nan_to_num(nan=torch.nan, neginf=0))
+    return pack_partial(*merged_by_softmax(parts))
 
 
 # -- without ranks ----------------------------------------------------------------------------------------------------
@@ -52,7 +33,7 @@ def error(got: Tensor, expected: Tensor) -> float:
 
 def test_unpack_inverts_pack():
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        out, lse = partial(0, dtype=dtype)
+        out, lse = partial(0, N, dtype)
         packed = pack_partial(out, lse)
         assert packed.shape == (B, N, H, D + 1) and packed.dtype == torch.promote_types(dtype, torch.float32)
         back = unpack_partial(packed, dtype)
@@ -63,10 +44,10 @@ def test_unpack_inverts_pack():
 
 
 def test_rows_without_visible_keys_weigh_nothing_even_if_nan():
-    out, lse = partial(0)
-    clean = merge_parts([pack_partial(out, lse), pack_partial(*partial(1))])
+    out, lse = partial(0, N)
+    clean = merge_parts([pack_partial(out, lse), pack_partial(*partial(1, N))])
     out[lse == -torch.inf] = torch.nan
-    assert torch.equal(merge_parts([pack_partial(out, lse), pack_partial(*partial(1))]), clean)
+    assert torch.equal(merge_parts([pack_partial(out, lse), pack_partial(*partial(1, N))]), clean)
     alone = merge_parts([pack_partial(out, lse)])
     assert (alone[:, 0, :, :-1] == 0).all() and (alone[:, 0, :, -1] == -torch.inf).all()
 
@@ -106,7 +87,7 @@ OPS: dict[str, Callable[[DTensor], object]] = {
 
 
 def of(placements: Sequence[Placement], on, x: Tensor | None = None) -> DTensor:
-    return DTensor.from_local(pack_partial(*partial(0)) if x is None else x, on, placements)
+    return DTensor.from_local(pack_partial(*partial(0, N)) if x is None else x, on, placements)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -161,7 +142,7 @@ def merged(target: Placement, tokens: int, dtype: torch.dtype) -> tuple[float, b
         y = x.redistribute(placements=[target])
     assert y.placements == (target,) and y.shape == x.shape and y.dtype == x.dtype
     exact_bytes = ledger.bytes() == bytes_of(x, y) and dispatched.sent == Dispatched.of(ledger)
-    return error(y.to_local(), local_part(oracle(parts), on, [target])), exact_bytes
+    return relative_error(y.to_local(), local_part(oracle(parts), on, [target])), exact_bytes
 
 
 def bytes_of(x: DTensor, y: DTensor) -> int:
@@ -208,7 +189,7 @@ def merged_over(
     y = x.redistribute(placements=target)
     expected = oracle([part for at, part in parts.items() if at[:remaining] == own_key[:remaining]])
     assert y.placements == tuple(target) and y.shape == full.shape
-    return error(y.to_local(), local_part(expected, on, target)), f"{on} {tokens} {source} to {target}"
+    return relative_error(y.to_local(), local_part(expected, on, target)), f"{on} {tokens} {source} to {target}"
 
 
 def test_any_placements_become_any_others(worlds):

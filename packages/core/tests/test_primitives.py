@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from core_cases import counted, each, random
+from core_cases import counted, each, merged_by_softmax, partial, random
 from torch import Tensor
 
 from armillary.core import (
@@ -132,31 +132,10 @@ def test_all_reduce_and_its_gradient(worlds):
             assert forward == backward == 2 * 3 * 8 * total.numel() // 4
 
 
-def partials(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float = 0.0) -> list[tuple[Tensor, Tensor]]:
-    """Partial attention of four ranks. Row 0 has no visible key on any rank; each rank has more such rows."""
-    results: list[tuple[Tensor, Tensor]] = []
-    for rank in range(4):
-        out, lse = random(rank, batch, sum(sizes), H, D), random(50 + rank, batch, sum(sizes), H) * 3 + shift
-        blind = random(90 + rank, *lse.shape) > 0.5
-        blind[:, 0], blind[:, 1] = True, rank != 2
-        out = out.masked_fill(blind.unsqueeze(-1), 0).to(dtype)
-        results.append((out, lse.masked_fill(blind, -torch.inf).to(torch.promote_types(dtype, torch.float32))))
-    return results
-
-
-def merged_by_softmax(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Merges by a softmax over the ranks, without pairwise log-sum-exp and without a pivot."""
-    outs, lses = torch.stack([out for out, _ in parts]).double(), torch.stack([lse for _, lse in parts]).double()
-    visible = (lses > -torch.inf).any(0)
-    safe = torch.where(visible, lses, 0)
-    weights = torch.where(visible, safe.softmax(0), 0)
-    return (weights.unsqueeze(-1) * outs).sum(0), torch.where(visible, safe.logsumexp(0), -torch.inf)
-
-
 def merged(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float) -> tuple[list[float], int, int]:
     axis = mesh(ring=4)["ring"]
     rank = axis.get_local_rank()
-    parts = partials(sizes, batch, dtype, shift)
+    parts = [partial(rank, sum(sizes), dtype, batch, shift) for rank in range(4)]
     ups = random(100, *parts[0][0].shape).to(dtype), random(101, *parts[0][1].shape).to(parts[0][1].dtype)
     local = [x.clone().requires_grad_() for x in parts[rank]]
     with counted() as ledger:
@@ -165,16 +144,10 @@ def merged(sizes: tuple[int, ...], batch: int, dtype: torch.dtype, shift: float)
     assert (out.dtype, lse.dtype) == tuple(x.dtype for x in parts[rank]) == tuple(g.dtype for g in grads)
 
     leaves = [(a.double().requires_grad_(), b.double().requires_grad_()) for a, b in parts]
-    whole_out, whole_lse = merged_by_softmax(leaves)
-    visible = whole_lse > -torch.inf
-    expected = torch.autograd.grad(
-        (whole_out, torch.where(visible, whole_lse, 0)), leaves[rank], [up.double() for up in ups]
-    )
-    assert torch.equal(lse == -torch.inf, ~split(visible, sizes, rank))
-    actual = errors(
-        (out, lse.masked_fill(lse == -torch.inf, 0), *grads),
-        (split(whole_out, sizes, rank), split(torch.where(visible, whole_lse, 0), sizes, rank), *expected),
-    )
+    full_out, full_lse = merged_by_softmax(leaves)
+    finite_lse = torch.where(full_lse > -torch.inf, full_lse, 0)
+    expected = torch.autograd.grad((full_out, finite_lse), leaves[rank], [up.double() for up in ups])
+    actual = errors((out, lse, *grads), (split(full_out, sizes, rank), split(full_lse, sizes, rank), *expected))
     return actual, ledger.bytes("ring", "reduce_scatter", "forward"), ledger.bytes("ring", "all_gather", "backward")
 
 
@@ -218,7 +191,7 @@ def single_calls() -> dict[str, bool]:
     sent = [split(full, SIZES["uneven"], axis.rank) for full in wholes]
     result["parts arrive in rank order"] = all(map(torch.equal, parts, sent))
 
-    out, lse = partials(SIZES["uneven"], 2, torch.float64)[axis.rank]
+    out, lse = partial(axis.rank, 12)
     moving = [start_merge_scatter(out, lse, axis, SIZES["uneven"])]
     moving += [start_reduce_scatter(out, axis, SIZES["uneven"])]
     moving += [start_all_gather(split(out, SIZES["uneven"], axis.rank), axis, SIZES["uneven"])]
