@@ -79,9 +79,7 @@ def balanced_spans(
 ) -> list[list[range]]:
     """Returns each shard's spans, in rising order: without cuts if that is even, else the cheapest even layout.
 
-    If no layout is even, the tolerance widens by `STEP` until a layout is within it that sends few enough bytes
-    (`WORTHWHILE`); if there is none, the most even layout is returned. The result never sends more than a simple layout
-    that is as even.
+    The result never sends more than a simple layout that is as even.
 
     Args:
         send_cost: as in `SequenceLayout.balanced`; 0 returns the most even layout, by both counts of pairs.
@@ -109,6 +107,8 @@ def balanced_spans(
     ]
     spread, tolerance = [search[-1] for search in searches if search], EVEN
     if all(candidate.unevenness > EVEN for candidate in (*simple, *spread)):
+        # No layout is even: the tolerance widens by `STEP` until a layout is within it that sends few enough bytes
+        # (`WORTHWHILE`), or else up to the most even layout.
         most_even = ring.candidate(even_layout(ring))
         # If this one is even, the others must send a good deal less than it does.
         ceiling = WORTHWHILE * most_even.hops if most_even.unevenness <= EVEN else np.inf
@@ -129,10 +129,7 @@ def balanced_spans(
 
 
 def uncut_spans(length: int, shards: int, rows: Sequence[Slices]) -> list[list[range]]:
-    """Returns the spans of each shard if no document is cut: the largest first, to the shard with the fewest pairs.
-
-    Some shards are empty if there are fewer documents than shards.
-    """
+    """Returns the spans of each shard if no document is cut. With fewer documents than shards some are empty."""
     return uncut_documents(RingShares(length, shards, rows)).spans(shards)
 
 
@@ -142,10 +139,8 @@ def uncut_documents(ring: RingShares) -> PositionRuns:
 
 
 def _stretched(ring: RingShares, leave_room: bool, use_zigzag: bool) -> list[LayoutWithCost]:
-    """Returns candidates of rising stretch, up to the first even one, because a document on more ranks sends more.
-
-    `leave_room` and `use_zigzag` are those of `DocumentAssigner`.
-    """
+    """Returns candidates of rising stretch, up to the first even one."""
+    # A document on more ranks sends more, so the first even stretch is the last one tried.
     candidates, ranks, last_stretch = list[LayoutWithCost](), np.zeros(0), STRETCHES[0]
     for stretch in STRETCHES:
         assigner = DocumentAssigner(ring, stretch, leave_room)
@@ -166,15 +161,12 @@ def _stretched(ring: RingShares, leave_room: bool, use_zigzag: bool) -> list[Lay
 
 
 class DocumentAssigner:
-    """Assigns documents to the ranks of a ring, the largest first.
+    """Assigns documents to the ranks of a ring, the largest first: steps 2 to 4.
 
     Args:
         stretch: factor on the number of ranks of each long document.
         leave_room: True reserves room on every rank for the pairs of short documents. Otherwise a rank may be full in
             pairs when short documents are assigned, although it needs their tokens.
-
-    To reserve room, each rank starts as if all of its tokens were those of short documents: its load in pairs is their
-    density, the pairs per token. A piece then adds only the pairs that exceed its tokens times the density.
     """
 
     def __init__(self, ring: RingShares, stretch: float, leave_room: bool) -> None:
@@ -182,6 +174,8 @@ class DocumentAssigner:
         is_short = sizes.max(0) < SHORT_SHARE
         # Pairs per token of the short documents, both in shares: [1 + sides, 1]. 0 in the row of tokens.
         self.density = np.zeros((len(sizes), 1))
+        # To reserve room, each rank starts as if all of its tokens were those of short documents: its load in pairs is
+        # their density.
         if leave_room and is_short.any():
             tokens, *pairs = sizes[:, is_short].sum(1)
             self.density[1:, 0] = np.array(pairs) / tokens
@@ -193,16 +187,12 @@ class DocumentAssigner:
         self.loads = np.zeros((len(sizes), ring.shards)) + self.density  # of each rank: [1 + sides, ranks]
 
     def _without_reserve(self, measures: Floats) -> Floats:
-        """Subtracts from pairs the tokens times the density of short documents: room for these is reserved."""
+        # A piece adds only the pairs that exceed its tokens times the density of short documents.
         return measures - self.density * measures[0]
 
     def assign(self, use_zigzag: bool) -> PositionRuns:
-        """Returns the layout.
-
-        Args:
-            use_zigzag: True cuts the documents that need almost all ranks (`WHOLE_RING`) in zigzag over all ranks.
-        """
-        # Step 2, the largest document first.
+        """Returns the layout. `use_zigzag` cuts documents that need almost all ranks in zigzag over all ranks."""
+        # Step 2: cut long documents, the largest first.
         cut_documents = np.flatnonzero(self.ranks > 1)
         order = cut_documents[np.argsort(-self.need[cut_documents], kind="stable")].tolist()
         movable, pieces = list[int](), dict[int, DocumentPieces]()
@@ -211,7 +201,7 @@ class DocumentAssigner:
             pieces[document] = self._cut_in_zigzag(document) if in_zigzag else self._cut_along_ring(document)
             self._add(pieces[document], 1)
             movable += [] if in_zigzag else [document]
-        # Step 3.
+        # Step 3: remove each and assign it again, while all others stay.
         for _ in range(PASSES - 1):
             has_moved = False
             for document in movable:
@@ -226,7 +216,7 @@ class DocumentAssigner:
                 self._add(pieces[document], 1)
             if not has_moved:
                 break
-        # Step 4.
+        # Step 4: documents that are not cut.
         bundle_starts, bundle_owners = self._fill(self.ranks == 1)
         starts = np.concatenate([*(each.ends[:-1] for each in pieces.values()), bundle_starts])
         owners = np.concatenate([*(each.owners for each in pieces.values()), bundle_owners])
@@ -242,7 +232,6 @@ class DocumentAssigner:
         return float(_penalty(loads + pieces.sizes, loads))
 
     def _pieces(self, ends: Integers, owners: Integers) -> DocumentPieces:
-        """Returns the pieces between `ends`, without empty ones."""
         nonempty = np.diff(ends) > 0  # the piece of a full rank may have been rounded to no token
         ends, owners = np.append(ends[:-1][nonempty], ends[-1]), owners[nonempty]
         return DocumentPieces(ends, owners, np.diff(self._without_reserve(self.ring.before(ends))))
@@ -253,11 +242,9 @@ class DocumentAssigner:
         return self._pieces(start + equal_ends(stop - start, 2 * len(ranks)), np.concatenate((ranks, ranks[::-1])))
 
     def _cut_along_ring(self, document: int) -> DocumentPieces:
-        """Cuts a document over consecutive ranks, starting at the rank that leaves the loads most even.
-
-        All combinations of a weight (of `WEIGHTS`) and a first rank are tried at once. Shapes are [weights, first
-        ranks, pieces]; loads and sizes have a leading dim for tokens and the pairs of each side.
-        """
+        """Cuts a document over consecutive ranks, starting at the rank that leaves the loads most even."""
+        # All combinations of a weight (of `WEIGHTS`) and a first rank are tried at once. Shapes are [weights, first
+        # ranks, pieces]; loads and sizes have a leading dim for tokens and the pairs of each side.
         ranks, shards = int(self.ranks[document]), self.ring.shards
         grid, measures = self.ring.profile(document)
         tokens, pairs = measures[0], measures[1:].mean(0)
@@ -286,13 +273,7 @@ class DocumentAssigner:
         return self._pieces(best_ends, owners[best % shards])
 
     def _fill(self, uncut: NDArray[np.bool_]) -> tuple[Integers, Integers]:
-        """Assigns the documents of the mask `uncut`, in bundles of adjacent ones.
-
-        The largest bundle is assigned first, each to the least loaded rank.
-
-        Returns:
-            (start of each bundle, rank of each bundle).
-        """
+        """Assigns the documents of the mask `uncut` (step 4). Returns (start, rank) of each bundle of adjacent ones."""
         # A bundle ends at a cut document, and at the first document that begins beyond the next multiple of
         # BUNDLE_SHARE, in cumulative tokens or pairs.
         bundle_numbers = np.floor(self.ring.measures[:, :-1] / BUNDLE_SHARE)
@@ -308,18 +289,14 @@ class DocumentAssigner:
 
 
 def _penalty(loads: Floats, previous_loads: Floats) -> Floats:
-    """Returns the increase of the sum of load^4 over tokens, pairs and ranks. The power penalizes high loads most."""
+    # The increase of the sum of load^4 over tokens, pairs and ranks. The power penalizes high loads most.
     square, square_before = loads * loads, previous_loads * previous_loads
     return (square * square - square_before * square_before).sum((0, -1))
 
 
 def least_loaded(sizes: Floats, loads: Floats) -> Integers:
-    """Returns the rank of each item. The largest item is assigned first, each to the rank with the lowest load.
-
-    Args:
-        sizes: m measures (tokens, or pairs of a side) of n items: [m, n].
-        loads: initial loads of the ranks: [m, ranks]. A rank's load is the largest of its m measures.
-    """
+    """Returns the rank of each of n items, whose sizes [m, n] add to `loads` [m, ranks]: the largest item first."""
+    # A load is the largest of m measures: tokens, and pairs of each side. Each item goes to the lowest one.
     owners, totals = np.zeros(sizes.shape[1], np.int64), loads.T.tolist()
     heap = [(max(load), rank) for rank, load in enumerate(totals)]
     heapq.heapify(heap)
@@ -365,18 +342,13 @@ class TokenRuns:
         return int(self.offsets[-1])
 
     def pieces(self, ends: Integers) -> tuple[Integers, Integers, Integers]:
-        """Cuts the tokens at the numbers `ends`, from 0 to `size`, and at the ends of runs.
-
-        Returns:
-            arrays (first position, last position + 1, i) of pieces with tokens of the numbers ends[i] to ends[i + 1].
-        """
+        """Returns (first position, last position + 1, i) of pieces with tokens of numbers ends[i] to ends[i + 1]."""
         numbers = np.unique(np.concatenate((ends, self.offsets)))
         run = np.searchsorted(self.offsets, numbers[:-1], side="right") - 1
         starts = self.starts[run] + numbers[:-1] - self.offsets[run]
         return starts, starts + np.diff(numbers), np.searchsorted(ends, numbers[:-1], side="right") - 1
 
     def pairs(self, ends: Integers, ring: RingShares) -> Integers:
-        """Returns the pairs of the tokens between consecutive `ends`, from 0 to `size` [n + 1]: [2, n]."""
         starts, stops, chunk = self.pieces(ends)
         pairs = np.zeros((2, len(ends) - 1), np.int64)
         for side, sizes in zip(pairs, ring.pairs_before(stops) - ring.pairs_before(starts), strict=True):
@@ -387,34 +359,30 @@ class TokenRuns:
 def even_layout(ring: RingShares) -> PositionRuns:
     """Returns the layout that reaches `GOAL` in the fewest spans, or else the most even one, whatever it sends.
 
-    Under a causal mask late queries see more keys. Zigzag balances that: shard r holds chunks r and 2 P - 1 - r of 2 P.
-    Zigzag is uneven under other masks: in packed documents a query sees only its own document, and all answers to a
-    prompt see the prompt. For any mask:
-
-    1. Cut the sequence into equal chunks, a few per shard, and count the visible (query, key) pairs of each.
-    2. Give each shard equally many chunks, so that the most loaded shard is close to the mean (`distribute`).
-    3. If a few chunks have most of the pairs, cut these again into smaller chunks, and repeat step 2.
-
-    Both counts of pairs are balanced, by queries and by keys. All counts are integers, so that ranks that compute a
-    layout independently get the same one. Shards have equally many tokens, give or take one.
+    Both counts of pairs are balanced, by queries and by keys. Shards have equally many tokens, give or take one.
     """
+    # Under a causal mask late queries see more keys. Zigzag balances that: shard r holds chunks r and 2 P - 1 - r of 2
+    # P. Zigzag is uneven under other masks: in packed documents a query sees only its own document, and all answers to
+    # a prompt see the prompt. All counts are integers, so that ranks that compute a layout independently get the same
+    # one.
     length, shards, mean = ring.length, ring.shards, float(ring.shares[1])
     all_tokens = TokenRuns(np.array([0]), np.array([length]))
     best, best_load, best_spans = PositionRuns(np.array([0, length]), np.array([0])), float("inf"), 0
 
     def is_better(load: float, spans: int) -> bool:
-        """Compares a layout with the best one, by the load of its most loaded shard and its most spans of a shard."""
         if max(load, best_load) <= GOAL:
             return spans < best_spans
         return load < best_load - (GAIN if load > GOAL else 0)
 
     for chunks_per_shard in CHUNKS:
+        # 1. Cut the sequence into equal chunks, a few per shard.
         count = shards * chunks_per_shard
         # Stop if the best layout is even enough and more chunks per shard would not make fewer spans.
         if (chunks_per_shard > 1 and count > length) or (best_load <= GOAL and best_spans <= chunks_per_shard):
             break
         density_groups = split_by_density(all_tokens, count, ring, DENSE * mean / chunks_per_shard)
-        # First equal chunks of the whole sequence; then, if some are dense, equal chunks of each density group.
+        # 2. First equal chunks of the whole sequence are distributed; then, if a few have most of the pairs, equal
+        # chunks of each density group: those of dense tokens are smaller.
         for groups in [[all_tokens], density_groups] if len(density_groups) > 1 else [[all_tokens]]:
             pairs = np.concatenate([group.pairs(equal_ends(group.size, count), ring) for group in groups], axis=1)
             # One shard has the largest chunk, so its pairs are a lower bound of the maximum load. Distribute the chunks
@@ -443,12 +411,11 @@ def even_layout(ring: RingShares) -> PositionRuns:
 def split_by_density(runs: TokenRuns, chunks: int, ring: RingShares, limit: float) -> list[TokenRuns]:
     """Splits tokens into groups of rising density (pairs per token), of which a caller cuts each into `chunks` chunks.
 
-    1. Cut the tokens into `chunks` chunks. The chunks with at most `limit` pairs form a group.
-    2. Repeat with the tokens of all other chunks: their new chunks are smaller, so that fewer exceed `limit`.
-
     The number of tokens in every group except the first is divisible by `chunks`.
     """
     groups = list[TokenRuns]()
+    # Chunks with at most `limit` pairs form a group. The tokens of all others are cut again, into smaller chunks, so
+    # that fewer exceed the limit.
     while len(groups) < MAX_GROUPS - 1:
         ends = equal_ends(runs.size, chunks)
         dense = runs.pairs(ends, ring).max(0) > limit
@@ -472,10 +439,7 @@ def split_by_density(runs: TokenRuns, chunks: int, ring: RingShares, limit: floa
 
 
 def distribute(work: Integers, kinds: Integers, shards: int, goal: float) -> Integers:
-    """Returns the shard of each piece: [n]. Every shard gets equally many pieces of every kind.
-
-    Greedy: the largest piece first, each to the shard whose load is lowest with the piece. Then pieces are swapped
-    between the most loaded shard and another, until the goal is reached or no swap helps.
+    """Returns the shard of each piece [n]. Every shard gets equally many pieces of every kind.
 
     Args:
         work: pairs of n pieces, by their queries and by their keys: [2, n]. The load of a shard is the larger sum.
@@ -486,12 +450,14 @@ def distribute(work: Integers, kinds: Integers, shards: int, goal: float) -> Int
     room = np.repeat(np.bincount(kinds)[:, None] // shards, shards, axis=1)
     owner, loads = np.empty_like(kinds), np.zeros((2, shards), dtype=np.int64)
     never = np.iinfo(np.int64).max
+    # Greedy: the largest piece first, each to the shard whose load is lowest with the piece.
     for piece in np.argsort(-work.sum(0), kind="stable"):
         peaks = (loads + work[:, piece, None]).max(0)
         shard = np.where(room[kinds[piece]] > 0, peaks, never).argmin()
         owner[piece] = shard
         room[kinds[piece], shard] -= 1
         loads[:, shard] += work[:, piece]
+    # Then swap pieces of the most loaded shard, until the goal is reached or no swap helps.
     while (peak := loads.max()) > goal:
         side, heavy = np.unravel_index(loads.argmax(), loads.shape)
         partners_by_load = np.argsort(loads[side], kind="stable")
@@ -520,13 +486,7 @@ def distribute(work: Integers, kinds: Integers, shards: int, goal: float) -> Int
 
 
 def ends_for(size: int, owner: Integers, shards: int) -> Integers:
-    """Returns the boundaries of chunks of `size` tokens: [n + 1].
-
-    Sizes of chunks differ by at most one token, and so do sizes of shards.
-
-    Args:
-        owner: the shard of each chunk: [n].
-    """
+    """Returns the boundaries [n + 1] of chunks with owners [n]. Sizes differ by at most one, of shards too."""
     base, remainder = divmod(size, len(owner))
     # `remainder` chunks have one token more than the others: spread these evenly over the shards.
     longer = [remainder // shards + (shard < remainder % shards) for shard in range(shards)]

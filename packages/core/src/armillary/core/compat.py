@@ -33,7 +33,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
-    """Sets the time that an operation on `group` may wait."""
     # Public from torch 2.15 on.
     public: Any = getattr(dist, "set_timeout", None)
     private: Any = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
@@ -53,17 +52,14 @@ def host_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None
 
 
 def find_group(name: str) -> dist.ProcessGroup:
-    """Returns the process group whose `group_name` is `name`."""
     return cast(Any, dist.distributed_c10d)._resolve_process_group(name)
 
 
 def unbox_group(group: Any) -> dist.ProcessGroup:
-    """Returns the process group that an op of torch.distributed received as a boxed argument."""
     return cast(Any, dist.ProcessGroup).unbox(group)
 
 
 def default_store() -> dist.Store:
-    """Returns the store through which the default process group was started."""
     return cast(Any, dist.distributed_c10d)._get_default_store()
 
 
@@ -72,9 +68,7 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: 
 
     Args:
         ranks: global ranks of the group, in its order.
-        name: name of the group, the same on all of its ranks. No other group of these ranks may have it.
-        timeout: time that an operation on the group may wait; by default the backend's default. The group is bound to
-            the device of the default group, if that is bound to one.
+        name: the same on all ranks of the group. No other group of these ranks may have it.
         like: `priority_options` of another group, whose priority and CTA limit the new group gets.
     """
     # `dist.new_group(use_local_synchronization=True)` derives the name from the number of groups that this rank has
@@ -98,12 +92,7 @@ def new_group(ranks: Sequence[int], name: str, timeout: timedelta | None, like: 
 
 
 def high_priority(timeout: timedelta, max_ctas: int | None = None) -> Any:
-    """Returns options for a process group whose NCCL kernels run on streams of high priority.
-
-    Args:
-        max_ctas: maximum number of thread blocks of one NCCL kernel; each block occupies a multiprocessor. By default
-            NCCL decides.
-    """
+    """Returns options for a process group whose NCCL kernels run on streams of high priority, in few thread blocks."""
     options: Any = cast(Any, dist).ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     if max_ctas is not None:
@@ -120,10 +109,7 @@ def priority_options(group: dist.ProcessGroup, device_type: str) -> Any | None:
 
 
 def nccl_binds_devices() -> bool:
-    """Returns True if backend "nccl" binds each group to a device, without a request to do so.
-
-    The device is the one passed to `init_process_group`, or by default the one with the number LOCAL_RANK.
-    """
+    """Returns True if backend "nccl" binds each group to a device unasked: by default that with number LOCAL_RANK."""
     # The implementation nccl2 does that. torch 2.15 uses it for "nccl" unless TORCH_DIST_USE_NCCL2=0.
     c10d: Any = dist.distributed_c10d
     nccl2 = getattr(c10d, "_create_nccl2_process_group", None)
@@ -135,7 +121,6 @@ def nccl_binds_devices() -> bool:
 
 
 def has_several_backends() -> bool:
-    """Returns True if the default process group has separate backends for host and device tensors."""
     c10d: Any = dist.distributed_c10d
     backend, _ = c10d._world.pg_map[c10d._get_default_group()]
     return "," in str(backend)  # such as "cpu:gloo,cuda:nccl"
@@ -145,7 +130,6 @@ def has_several_backends() -> bool:
 
 
 def all_gather_single(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Starts an all-gather of the flat tensor `x` of each rank into the flat tensor `into`."""
     # torch 2.13 renames the function and deprecates the old name.
     current: Any = getattr(dist, "all_gather_single", None)
     return cast(dist.Work, (current or dist.all_gather_into_tensor)(into, x, group=group, async_op=True))
@@ -154,7 +138,6 @@ def all_gather_single(into: Tensor, x: Tensor, group: dist.ProcessGroup) -> dist
 def all_to_all_single(
     into: Tensor, x: Tensor, receive: Sequence[int], send: Sequence[int], group: dist.ProcessGroup
 ) -> dist.Work:
-    """Starts an all-to-all of flat tensors: sends send[w] elements to rank w of the group, and receives receive[w]."""
     if not sum(send) and dist.get_backend(group) == "fake":
         # The fake group of torch 2.13 fills `into` with copies of `x`, and raises if `x` is empty.
         into, receive = into[:0], [0] * len(receive)
@@ -163,11 +146,9 @@ def all_to_all_single(
 
 
 def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: Mapping[int, Tensor]) -> list[dist.Work]:
-    """Starts receives and sends of contiguous tensors, which are given by rank of the group.
-
-    Backends with batches (NCCL) start all messages as one batch and return a single work, whose event is recorded after
-    all of them and which keeps their tensors alive. Other backends return one work for each message.
-    """
+    """Starts receives and sends of contiguous tensors, given by rank of the group. Returns the works to wait for."""
+    # Backends with batches (NCCL) start all messages as one batch and return a single work, whose event is recorded
+    # after all of them and which keeps their tensors alive. Others return one work for each message.
     # Like `dist.batch_isend_irecv`, whose objects and checks for each message take longer than a small message.
     tensors = receive or send
     if not tensors:
@@ -185,7 +166,6 @@ def start_batch(group: dist.ProcessGroup, receive: Mapping[int, Tensor], send: M
 
 
 def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
-    """Returns the 1-D mesh over neighbouring `axes` of `mesh`, with the time-out of their groups."""
     flat = cast(DeviceMesh, cast(Any, mesh[tuple(axes)])._flatten(name))
     # torch gives the new group its backend's default: 10 minutes with NCCL, 30 with gloo.
     timeout = group_timeout(mesh.get_group(axes[0]), mesh.device_type)
@@ -210,7 +190,6 @@ def parallel_ranks(mesh: DeviceMesh) -> list[list[int]]:
 
 
 def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """Returns the 2-D mesh of two 1-D slices of one mesh."""
     return cast(Any, DeviceMesh)._concatenate([outer, inner])
 
 
@@ -218,7 +197,6 @@ def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 
 
 def is_dtensor(x: object) -> TypeGuard[DTensor]:
-    """Returns True for a DTensor."""
     # The import of DTensor takes seconds: plain tensors are answered without it.
     if type(x) is Tensor or type(x) is Parameter:
         return False
@@ -228,7 +206,6 @@ def is_dtensor(x: object) -> TypeGuard[DTensor]:
 
 
 def local_part(x: Tensor) -> Tensor:
-    """Returns the local tensor of a DTensor; a plain tensor unchanged."""
     return x.to_local() if is_dtensor(x) else x
 
 
@@ -240,12 +217,8 @@ def to_local(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> 
 
 
 class _ToLocal(torch.autograd.Function):
-    """`to_local`, whose gradient has the stride of its tensor.
-
-    Before torch 2.15 the gradient has the stride of a tensor whose shards all have the size of this rank's shard. If
-    another rank's shard is larger or smaller, torch 2.11 gathers the gradient when it is accumulated.
-    """
-
+    # Before torch 2.15 the gradient has the stride of a tensor whose shards all have the size of this rank's shard. If
+    # another rank's shard is larger or smaller, torch 2.11 gathers the gradient when it is accumulated.
     @staticmethod
     def forward(ctx: Any, x: DTensor, grad_placements: Sequence[Placement] | None) -> Tensor:
         from torch.distributed.tensor import Replicate
@@ -267,10 +240,7 @@ class _ToLocal(torch.autograd.Function):
 
 
 class OpRefused(NotImplementedError, ValueError):
-    """Raised for an op that DTensors of some placement do not support.
-
-    A NotImplementedError, because DTensor rewrites the messages of other errors.
-    """
+    """An op that DTensors of some placement do not support. DTensor rewrites the messages of other types."""
 
 
 def guard_dtensors(
@@ -279,8 +249,7 @@ def guard_dtensors(
     """Installs checks in DTensor, for placements with which some ops or gradients would be silently wrong.
 
     Args:
-        op: check of an op and the placements of its tensors, called before sharding propagation. Its result must
-            depend on these alone, because DTensor caches the propagation.
+        op: check of an op and the placements of its tensors. Its result must depend on these alone.
         redistribution: check of a DTensor and its target placements, called before each explicit `redistribute`.
     """
     from torch.distributed.tensor import DTensor
@@ -299,6 +268,7 @@ def guard_dtensors(
         redistribution(x, placements)
         return forward(ctx, x, mesh, placements, *options)
 
+    # DTensor caches the propagation: `op` is called once for each schema, before it.
     # `propagate_op_sharding` is a cache around the non-cached function. It is replaced by an empty one, because its
     # entries were computed without the check.
     propagator.propagate_op_sharding_non_cached = propagate_checked
@@ -330,7 +300,6 @@ class FsdpParameter(NamedTuple):
 
 
 def fsdp_parameters() -> list[FsdpParameter]:
-    """Returns the parameters under FSDP2 of all modules of this process."""
     states_of_modules: Any = import_module("torch.distributed._composable_state")._module_state_mapping
     # One state can belong to several modules. `dict` keeps the order of `fully_shard`, which is equal on all ranks.
     states: dict[int, Any] = {id(state): state for ref in states_of_modules.values() if (state := ref()) is not None}
@@ -356,12 +325,10 @@ def fsdp_parameters() -> list[FsdpParameter]:
 
 
 def active_ddp() -> DistributedDataParallel | None:
-    """Returns the innermost DDP module whose forward is running."""
     return cast(Any, DistributedDataParallel)._get_active_ddp_module()
 
 
 def has_comm_hook(module: DistributedDataParallel) -> bool:
-    """Returns True if a communication hook reduces the gradients of a DDP module."""
     return bool(cast(Any, module)._comm_hooks)
 
 
@@ -382,16 +349,15 @@ def define_op(
 ) -> OpOverload:
     """Defines an op in namespace "armillary" that returns new tensors and mutates none.
 
-    `torch.library.custom_op` takes about 0.1 ms more of the host's time per call of forward and backward: it flattens
-    lists as pytrees, and searches inputs and outputs for shared memory. Tests check that the ops defined here share
-    none.
-
     Args:
         schema: schema of the op, which begins with its name.
         run: the implementation. torch.compile never traces it, not even after a graph break in its caller.
         run_like: the fake implementation, which returns uninitialized tensors in the shapes of the results.
         differentiable: the implementation under autograd, which calls the op again in the context `below_autograd`.
     """
+    # `torch.library.custom_op` takes about 0.1 ms more of the host's time per call of forward and backward: it flattens
+    # lists as pytrees, and searches inputs and outputs for shared memory. Tests check that the ops defined here share
+    # none.
     name, library = schema.partition("(")[0], torch.library.Library("armillary", "FRAGMENT")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, _disable_dynamo(run), "CompositeExplicitAutograd")  # all devices, below autograd
@@ -407,7 +373,6 @@ _defined: dict[OpOverload, tuple[torch.library.Library, Callable[..., Any]]] = {
 
 
 def function_of(op: OpOverload) -> Callable[..., Any]:
-    """Returns the Python function that an op of `define_op` runs."""
     return _defined[op][1]
 
 
@@ -439,12 +404,10 @@ def is_transformed(x: Tensor) -> bool:
 
 
 def keeps_graph() -> bool:
-    """Returns True if the backward pass in progress was started with `retain_graph=True`."""
     return cast(Any, torch)._C._autograd._get_current_graph_task_keep_graph()
 
 
 def after_backward(action: Callable[[], None]) -> None:
-    """Calls `action` at the end of the backward pass in progress."""
     cast(Any, torch.autograd.Variable)._execution_engine.queue_callback(action)
 
 
@@ -452,7 +415,6 @@ def after_backward(action: Callable[[], None]) -> None:
 
 
 def no_view(x: Tensor) -> Tensor:
-    """Returns an alias of `x` that autograd does not treat as a view."""
     private: Any = cast(Any, torch)._C
     # The kernels of this dispatch key record that the result is a view of x. Without them it is a new tensor.
     view_tracking = private.DispatchKeySet(private.DispatchKey.ADInplaceOrView)
@@ -472,13 +434,11 @@ def share_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def scale(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiplies tensors of one device in place, in one kernel."""
     # Private, but torch's optimizers use it too.
     torch._foreach_mul_(tensors, factor)  # pyright: ignore[reportPrivateUsage]
 
 
 def fakes_tensors() -> bool:
-    """Returns True under FakeTensorMode."""
     private: Any = cast(Any, torch)._C
     return private._get_dispatch_mode(private._TorchDispatchModeKey.FAKE) is not None
 
@@ -494,7 +454,6 @@ def device_error() -> Exception | None:
 
 
 def profiling() -> bool:
-    """Returns True if a torch profiler is running."""
     return cast(Any, torch.autograd)._profiler_enabled()
 
 
@@ -502,7 +461,6 @@ def profiling() -> bool:
 
 
 def stager_is_reusable() -> bool:
-    """Returns True if a `DefaultStager` of torch can copy more than one state dict, and reuses its buffers for that."""
     # torch 2.11 and 2.12 close the stager after each copy; the next one raises KeyError.
     return torch.__version__ >= "2.13"
 
@@ -526,10 +484,8 @@ def with_dynamic_results(function: F) -> F:
 
 
 def never_traced(function: F) -> F:
-    """Decorator of functions that torch.compile never traces, not even after a graph break in their caller.
-
-    The first call imports dynamo, which takes seconds: for functions that only users of transformers need.
-    """
+    """Decorator of functions that torch.compile never traces, not even after a graph break in their caller."""
+    # The first call imports dynamo, which takes seconds: for functions that only users of transformers need.
     return cast(F, _disable_dynamo(function))
 
 
@@ -593,12 +549,7 @@ def traced_object(value: Any) -> Any:
 
 
 def imported_at_first_use(face: str, modules: Mapping[str, tuple[str, ...]]) -> Callable[[str], object]:
-    """Returns a module's `__getattr__`, which imports a slow name when it is first asked for.
-
-    Args:
-        face: name of the module that has the names.
-        modules: the names of each slow module.
-    """
+    """Returns a module's `__getattr__`, which imports a slow name, of a module in `modules`, at its first use."""
     module_of = {name: module for module, names in modules.items() for name in names}
 
     def getattr_(name: str) -> object:

@@ -59,22 +59,18 @@ class Placed(NamedTuple):
 
 
 def axis_names(mesh: DeviceMesh) -> Sequence[str]:
-    """Returns the names of a mesh's axes; "#0", "#1" and so on if it has no names."""
     return mesh.mesh_dim_names or [f"#{i}" for i in range(mesh.ndim)]
 
 
 def describe(x: DTensor | Placed) -> str:
-    """Formats `x` for messages: `DTensor [2, 8, 4, 16] over (ring Shard(dim=1), tp Shard(dim=2))`."""
     pairs = zip(axis_names(x.device_mesh), x.placements, strict=True)
     return f"DTensor {list(x.shape)} over ({', '.join(f'{name} {placement!r}' for name, placement in pairs)})"
 
 
 def chunk_sizes(length: int, *ranks: int) -> tuple[int, ...]:
-    """Returns DTensor's shard sizes if axes of so many ranks cut `length`, one after the other; the last axis fastest.
-
-    Each cut is that of torch.chunk: shards of ceil(length / ranks), then the remainder. The last shards may be empty: 9
-    over 4 ranks is 3, 3, 3, 0.
-    """
+    """Returns DTensor's shard sizes if axes of so many ranks cut `length` one after the other, the last one fastest."""
+    # Each cut is that of torch.chunk: shards of ceil(length / ranks), then the remainder. The last shards may be empty:
+    # 9 over 4 ranks is 3, 3, 3, 0.
     sizes = (length,)
     for count in ranks:
         chunks = [(size, -(-size // count)) for size in sizes]
@@ -83,7 +79,7 @@ def chunk_sizes(length: int, *ranks: int) -> tuple[int, ...]:
 
 
 def local_length(x: DTensor | Placed, dim: int, mesh_dims: Iterable[int]) -> int:
-    """Returns the size of tensor dim `dim` on this rank after these mesh dims have cut it."""
+    """Returns the size of `dim` on this rank after these mesh dims have cut it."""
     length = x.shape[dim]
     for mesh_dim in mesh_dims:
         if x.placements[mesh_dim] == Shard(dim):
@@ -92,7 +88,6 @@ def local_length(x: DTensor | Placed, dim: int, mesh_dims: Iterable[int]) -> int
 
 
 def sharding_axes(x: DTensor | Placed) -> frozenset[str]:
-    """Returns the names of the axes that shard `x`."""
     names = axis_names(x.device_mesh)
     return frozenset(name for name, p in zip(names, x.placements, strict=True) if isinstance(p, Shard))
 
@@ -101,14 +96,7 @@ def sharding_axes(x: DTensor | Placed) -> frozenset[str]:
 
 
 def check_chunks(name: str, sizes: Sequence[int], expected: Sequence[int], axis: str) -> None:
-    """Raises ValueError unless the shard sizes over an axis are those of DTensor's chunks.
-
-    Args:
-        name: noun for the sizes in the error, such as "shard sizes" or "heads".
-        sizes: shard size of each rank.
-        expected: sizes of DTensor's chunks.
-        axis: name of the axis, or "ring x ulysses" for several.
-    """
+    """Raises ValueError unless the shard sizes over an axis are those of DTensor's chunks."""
     if tuple(sizes) != tuple(expected):
         raise ValueError(
             f"{name} {tuple(sizes)} over axis {axis!r} are not the shards of a DTensor, which cuts {sum(expected)} as "
@@ -117,11 +105,7 @@ def check_chunks(name: str, sizes: Sequence[int], expected: Sequence[int], axis:
 
 
 def dim_of_axis(name: str, x: DTensor | Placed, axis: Axis) -> int:
-    """Returns the dim of the mesh of `x` that is the axis.
-
-    Raises:
-        ValueError: the mesh has no axis of this name, or its axis of this name has other ranks.
-    """
+    """Returns the dim of the mesh of `x` that is the axis. Raises ValueError if there is none over the same ranks."""
     names = axis_names(x.device_mesh)
     if axis.name not in names:
         raise ValueError(f"the mesh of {name} has axes {tuple(names)}; axis {axis.name!r} is not one of them")
@@ -184,12 +168,7 @@ def check_tokens(
 
 
 def check_tokens_and_heads(name: str, x: DTensor | Placed, axes: Sequence[Axis], sizes: Sequence[int] | None) -> None:
-    """Raises ValueError unless x [B, N, H, ...] is sharded over these axes by tokens alone, and its heads evenly.
-
-    Args:
-        axes: axes that shard the tokens, outermost first. Others may shard batch or heads.
-        sizes: number of tokens on each rank of the axes; None if it is not to be checked.
-    """
+    """Raises ValueError unless x [B, N, H, ...] is sharded over these axes by tokens alone, and its heads evenly."""
     check_tokens(name, x, axes, others=(Shard(0), Shard(2), Replicate()), sizes=sizes)
     # Then the query heads that share a key/value head are on the rank of that head.
     head_ranks = prod(x.device_mesh.size(i) for i, placement in enumerate(x.placements) if placement == Shard(2))
@@ -200,12 +179,7 @@ def check_tokens_and_heads(name: str, x: DTensor | Placed, axes: Sequence[Axis],
 
 
 def check_kinds(tensors: Mapping[str, Tensor], beside: Mapping[str, Tensor | None] | None = None) -> dict[str, DTensor]:
-    """Returns `tensors`. Raises ValueError unless all are DTensors, because some argument of the call is.
-
-    Args:
-        tensors: the tensors by name.
-        beside: further tensors of the call for the error, which may be local.
-    """
+    """Returns `tensors`. Raises ValueError, which shows `beside` too, unless all are DTensors."""
     dtensors = {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
     if len(dtensors) < len(tensors):
         kinds = ", ".join(
@@ -218,7 +192,6 @@ def check_kinds(tensors: Mapping[str, Tensor], beside: Mapping[str, Tensor | Non
 
 
 def check_alike(tensors: Mapping[str, DTensor | Placed]) -> None:
-    """Raises ValueError unless all DTensors are on one mesh and have the same placements."""
     first = next(iter(tensors.values()))
     if any(x.device_mesh != first.device_mesh or x.placements != first.placements for x in tensors.values()):
         descriptions = ", ".join(f"{name} {describe(x)}" for name, x in tensors.items())
@@ -226,18 +199,13 @@ def check_alike(tensors: Mapping[str, DTensor | Placed]) -> None:
 
 
 def placements_beside(tokens: DTensor | Placed, dims: Mapping[int, int]) -> list[Placement]:
-    """Returns the placements of a tensor that shares some dims with `tokens`, such as biases of its heads.
-
-    Args:
-        dims: by dim of `tokens`, that dim of the other tensor. Axes that shard another dim have copies of the tensor.
-    """
+    """Returns the placements of a tensor that shares some dims with `tokens`: {dim of tokens: its dim}."""
     return [Shard(dims[p.dim]) if isinstance(p, Shard) and p.dim in dims else Replicate() for p in tokens.placements]
 
 
 def check_beside(
     name: str, x: DTensor | Placed, tokens_name: str, tokens: DTensor | Placed, dims: Mapping[int, int]
 ) -> None:
-    """Raises ValueError unless `x` is on the mesh of `tokens` with the placements of `placements_beside`."""
     expected = placements_beside(tokens, dims)
     if x.device_mesh != tokens.device_mesh or any(
         actual != placement and x.device_mesh.size(mesh_dim) > 1
@@ -275,17 +243,14 @@ def result_like(
 ) -> DTensor:
     """Returns the DTensor of global `shape` whose shard on this rank is `local`, on the mesh of `x`.
 
-    The gradient has the placements of the result.
-
     Args:
-        changed: by mesh dim, the placements that differ from those of `x`.
+        changed: by mesh dim, the placements that differ from those of `x`. The gradient is placed like the result.
     """
     placements = [(changed or {}).get(mesh_dim, old) for mesh_dim, old in enumerate(x.placements)]
     return from_local(local, x.device_mesh, placements, shape)
 
 
 def from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
-    """Returns the DTensor of global `shape` whose shard on this rank is `local`. Does not communicate."""
     # Without shape and stride, DTensor.from_local assumes that the shards of all ranks have the size of this one.
     stride = torch.empty(tuple(shape), device="meta").stride()
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
@@ -297,10 +262,7 @@ def from_local(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 def all_to_all(
     x: DTensor, axis: Axis, dims: tuple[int, int], sizes: Sequence[int] | None, heads: Sequence[range] | None
 ) -> DTensor:
-    """Redistributes `x` [B, T, H, D] on the axis from `Shard` of the first of `dims` to `Shard` of the second.
-
-    `seq_to_head` has dims (1, 2) and `head_to_seq` (2, 1). Heads count within this rank's shard on the outer axes.
-    """
+    """Redistributes [B, T, H, D] on the axis from `Shard(dims[0])` to `Shard(dims[1])`: (1, 2), or back."""
     check_dims(x)
     (axis_dim,), tokens = check_tokens("x", x, [axis], placement=Shard(dims[0]), sizes=sizes)
     # In the local tensor, axes inside this one have cut the heads already. This axis cuts the local heads.
@@ -322,14 +284,11 @@ def all_to_all(
 
 
 def all_gather(x: DTensor, axis: Axis, sizes: Sequence[int] | None, dim: int) -> Tensor:
-    """Redistributes from `Shard(dim)` on the axis to `Replicate()`."""
     (axis_dim,), chunks = check_tokens("x", x, [axis], dim, sizes=sizes)
     return cast(Tensor, _AllGather.apply(x, axis, chunks, dim, axis_dim))
 
 
 class _AllGather(torch.autograd.Function):
-    """`all_gather` of a DTensor. Backward sums a gradient that is `Partial` on the axis; `Replicate` needs no sends."""
-
     @staticmethod
     def forward(ctx: Any, x: DTensor, axis: Axis, sizes: tuple[int, ...], dim: int, axis_dim: int) -> DTensor:
         ctx.call, ctx.placements = (axis, sizes, dim, axis_dim), x.placements
@@ -340,7 +299,8 @@ class _AllGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: DTensor) -> tuple[DTensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (grad,), (axis, sizes, dim, axis_dim) = grads, ctx.call
-        # torch redistributes the gradient on the other axes. We sum it over this axis, so that the ledger counts that.
+        # torch redistributes the gradient on the other axes. We sum it over this axis if it is `Partial` there, so that
+        # the ledger counts that; a replicated one needs no sends.
         target = list(ctx.placements)
         if grad.placements[axis_dim] == Partial():
             target[axis_dim] = Partial()
@@ -352,7 +312,6 @@ class _AllGather(torch.autograd.Function):
 
 
 def reduce_scatter(x: DTensor, axis: Axis, sizes: Sequence[int] | None, dim: int) -> DTensor:
-    """Redistributes from `Partial()` on the axis to `Shard(dim)`."""
     (axis_dim,), chunks = check_tokens("x", x, [axis], dim, placement=Partial(), sizes=sizes)
     local = linear(local_of(x), start_reduce_scatter, start_all_gather, axis, chunks, dim)
     return result_like(x, local, x.shape, {axis_dim: Shard(dim)})
@@ -486,7 +445,6 @@ def gather_sequence(
 
 
 def _redistribute_by_dim(x: DTensor, mesh_dims: Sequence[int], placement: Placement) -> DTensor:
-    """Redistributes `x` to `placement` on `mesh_dims`, one mesh dim after the other."""
     # If the mesh has a flattened axis, such as FSDP2's, one call for all dims would gather over that axis and order
     # uneven nested shards wrongly (torch 2.11 to 2.15, pytorch#194457): in forward, or in the backward of sharding.
     for mesh_dim in mesh_dims:
@@ -533,7 +491,6 @@ def _resolve_axes(
 
 
 def _token_dim(x: DTensor, layout: SequenceLayout) -> int:
-    """Returns the dim of `x` that has the layout's tokens, inferred from its size and placement."""
     sharded = [
         (name, p.dim) for name, p in zip(axis_names(x.device_mesh), x.placements, strict=True) if isinstance(p, Shard)
     ]
@@ -548,5 +505,4 @@ def _token_dim(x: DTensor, layout: SequenceLayout) -> int:
 
 
 def _join_names(mesh: DeviceMesh, mesh_dims: Sequence[int]) -> str:
-    """Names these mesh dims, such as "ring x ulysses"."""
     return " x ".join(axis_names(mesh)[mesh_dim] for mesh_dim in mesh_dims)

@@ -35,11 +35,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def file_size(path: str | os.PathLike[str]) -> int:
-    """Returns the size of a regular file; to be called before a library opens the file by its path.
-
-    Raises:
-        OSError: as `open_file`.
-    """
+    """Returns the size of a regular file; to be called before a library opens the file by its path."""
     with open_file(path) as file:
         return os.fstat(file.fileno()).st_size
 
@@ -58,11 +54,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int | None = MAX_BYTES) -
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the object in a JSON file.
-
-    Raises:
-        ValueError: the file cannot be read, or has no JSON object. Names the file.
-    """
+    """Returns the object in a JSON file. Raises ValueError, which names the file, if there is none."""
     try:
         return parse_object(read_file(path))
     except (OSError, ValueError) as error:
@@ -71,7 +63,6 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def parse_object(text: str | bytes) -> dict[str, Any]:
-    """Parses a JSON object. All errors are ValueErrors."""
     value: object = parse_json(text)
     if not isinstance(value, dict):
         kind = "null" if value is None else type(value).__name__
@@ -80,13 +71,11 @@ def parse_object(text: str | bytes) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parses JSON. All errors are ValueErrors."""
     # Decoded here, since `json.loads` would guess the encoding of bytes. Some editors write a byte order mark.
     return _parse_nested(json.loads, text.decode("utf-8-sig") if isinstance(text, bytes) else text)
 
 
 def parse_toml(text: str | bytes) -> dict[str, Any]:
-    """Parses TOML. All errors are ValueErrors."""
     return _parse_nested(tomllib.loads, text.decode() if isinstance(text, bytes) else text)
 
 
@@ -123,10 +112,8 @@ def write_synced(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> Path:
-    """Calls `write` with the path of a temporary file beside `path`, then renames that file to `path`; returns `path`.
-
-    So `path` has the old or the new content, never a part of it.
-    """
+    """Replaces `path` by the file that `write` makes: it has the old or the new content, never a part of it."""
+    # `write` gets the path of a temporary file beside it, which is then renamed.
     partial = path.with_name(f"{path.name}.partial")
     with writing(path):
         write(partial)

@@ -99,11 +99,9 @@ def clip_gradients(model: nn.Module, limit: float) -> Tensor:
 
 
 def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Returns the norm of gradients over all ranks as a float64 tensor, with the same bits on every rank.
-
-    With different bits, the copies of a weight on several ranks would differ after a few steps. A gradient that several
-    ranks have counts once. The norms of single shards are computed in the gradients' dtype.
-    """
+    """Returns the norm of gradients over all ranks as a float64 tensor, with the same bits on every rank."""
+    # With different bits, the copies of a weight on several ranks would differ after a few steps. A gradient that
+    # several ranks have counts once. The norms of single shards are computed in the gradients' dtype.
     shards = defaultdict[int, list[Tensor]](list)  # by their number of copies
     for shard, copies in map(_shard_and_copies, gradients):
         shards[copies].append(shard)
@@ -114,10 +112,8 @@ def gradient_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def _shard_and_copies(x: Tensor) -> tuple[Tensor, int]:
-    """Returns this rank's shard of a gradient, and the number of ranks that have the same shard.
-
-    Partial sums are all-reduced first, because the norm of a sum does not follow from the norms of its addends.
-    """
+    """Returns this rank's shard of a gradient, and the number of ranks that have the same shard."""
+    # Partial sums are all-reduced first, because the norm of a sum does not follow from the norms of its addends.
     if not compat.is_dtensor(x):
         return x, dist.get_world_size()
     if any(placement.is_partial() for placement in x.placements):
@@ -131,7 +127,6 @@ def _shard_and_copies(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _all_reduce(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Communication hook of DDP that sums a bucket of gradients."""
     # DDP inspects this function's annotations, which must not be strings: no `from __future__ import annotations` here.
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None

@@ -82,7 +82,6 @@ class SequenceLayout:
         return hash(self.text)
 
     def _check(self) -> None:
-        """Raises ValueError unless the shards partition the sequence. A layout of some positions overrides this."""
         # Together the spans must start at 0 and have no gap. `missing_position` also refuses repeated positions.
         if not self.spans_by_shard:
             raise ValueError("a layout needs at least one shard; got none")
@@ -205,7 +204,6 @@ class SequenceLayout:
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> SequenceLayout:
-        """Returns the layout with these `numbers`."""
         shards, start = list[list[range]](), 0
         while start < len(numbers):
             stop = start + 1 + 3 * numbers[start]
@@ -217,7 +215,6 @@ class SequenceLayout:
 
     @property
     def shards(self) -> int:
-        """Number of shards."""
         return len(self.spans_by_shard)
 
     def spans(self, shard: int) -> Spans:
@@ -302,7 +299,7 @@ def shard_order(layout: SequenceLayout) -> Tensor:
 
 @lru_cache(maxsize=16)  # sorting the spans of a million stripes takes seconds
 def _sort_spans(layout: SequenceLayout) -> tuple[Integers, Integers, list[tuple[range, int]]]:
-    """Returns the sorted starts of all spans with step 1, the shards of these, and (span, shard) of all other spans."""
+    """Returns (sorted starts of all spans with step 1, their shards, (span, shard) of all other spans)."""
     spans = [(span, shard) for shard, spans in enumerate(layout.spans_by_shard) for span in spans]
     runs = sorted((span.start, shard) for span, shard in spans if span.step == 1)
     starts, shards = np.array(runs, dtype=np.int64).reshape(-1, 2).T
@@ -390,10 +387,8 @@ def _slices_by_row(
     documents: Sequence[int] | Sequence[Sequence[int]] | None,
     mask: Sliced | None,
 ) -> Sequence[Slices]:
-    """Returns one array of slices per batch row, or a single one for all rows.
-
-    The mask is `mask`, or by default the one that `causal`, `window` and `documents` describe.
-    """
+    """Returns one array of slices per batch row, or a single one for all rows."""
+    # The one place where the arguments of a mask become slices.
     if mask is None:
         return mask_slices(length, causal, window, documents)
     if not (check_bool("causal", causal) and window is documents is None):
@@ -406,13 +401,11 @@ def _slices_by_row(
 
 
 def check_layout(layout: object) -> None:
-    """Raises ValueError unless `layout` is a SequenceLayout."""
     if not isinstance(layout, SequenceLayout):
         raise ValueError(f"layout is a {type(layout).__name__}; a SequenceLayout is needed")
 
 
 def _check_sizes(length: int, shards: int) -> tuple[int, int]:
-    """Returns (length, shards) as integers. Raises ValueError if there are fewer tokens than shards."""
     length, shards = integer("length", length), integer("shards", shards)
     if shards < 1:
         raise ValueError(f"a layout needs at least 1 shard; got {shards}")
@@ -426,7 +419,6 @@ def _check_sizes(length: int, shards: int) -> tuple[int, int]:
 
 
 def _token_count(x: Tensor, dim: int) -> int:
-    """Returns the size of `x` on `dim`. Raises ValueError if `x` is not a tensor or has no such dim."""
     if not isinstance(x, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"a layout takes tokens from tensors and joins tensors; got {type(x).__name__}")
     return x.shape[check_dim("x", x, dim)]

@@ -38,7 +38,7 @@ class PositionRuns:
 
     @classmethod
     def of(cls, ends: Integers, owners: Integers) -> PositionRuns:
-        """Joins neighbouring runs of one shard and drops empty runs."""
+        # Joins neighbouring runs of one shard and drops empty runs.
         size = np.diff(ends)
         starts, owners = ends[:-1][size > 0], owners[size > 0]
         changes_owner = np.append(True, owners[1:] != owners[:-1])
@@ -46,7 +46,6 @@ class PositionRuns:
 
     @classmethod
     def of_spans(cls, shards: Iterable[Sequence[range]]) -> PositionRuns:
-        """Returns the runs of a layout's spans. A span with a step becomes one run per position."""
         starts, owners, length = list[Integers](), list[int](), 0
         for shard, spans in enumerate(shards):
             for span in spans:
@@ -67,12 +66,7 @@ class PositionRuns:
 
 @dataclass(frozen=True)
 class LayoutWithCost:
-    """A layout with its cost.
-
-    Args:
-        unevenness: load of the most loaded rank, in tokens or in pairs, whichever is larger.
-        pairs: number of pairs of the rank that has most.
-    """
+    """A layout with its cost: load of the most loaded rank, and pairs of the rank that has most."""
 
     layout: PositionRuns
     unevenness: float
@@ -104,7 +98,7 @@ class RingShares:
 
     @cached_property
     def _key_counts(self) -> tuple[list[KeyCounts], list[KeyCounts]]:
-        """For each batch row the number of keys that a query sees; and the number of queries that see a key."""
+        """Keys that each query sees, and queries that see each key, by batch row."""
         return [KeyCounts.of(row) for row in self.rows], [KeyCounts.of(mirror(row)) for row in self.rows]
 
     def pairs_before(self, positions: Integers) -> Integers:
@@ -156,7 +150,7 @@ class RingShares:
         return pairs
 
     def candidate(self, layout: PositionRuns) -> LayoutWithCost:
-        """Returns a layout with its cost; infinitely uneven if a shard is empty, which layouts do not allow."""
+        # Infinitely uneven if a shard is empty, which layouts do not allow.
         pairs = int(self.pairs_of_shards(layout)[list(self.sides)].max())
         tokens = np.bincount(layout.owners, np.diff(layout.ends), self.shards)
         worst = max(tokens.max() / self.shares[0], pairs / self.shares[1]) if tokens.all() else np.inf
@@ -164,14 +158,12 @@ class RingShares:
 
 
 def token_hops(layout: PositionRuns, shards: int, rows: Sequence[Slices]) -> int:
-    """Returns the number of tokens that all ranks together send if keys rotate in the cheaper direction.
-
-    A token counts once for each hop, from one rank to the next.
-    """
+    """Returns the number of tokens that all ranks together send if keys rotate in the cheaper direction."""
     ends, owners = layout.ends, layout.owners
     ranks, starts, stops = _visible_keys(layout, rows)
     if not len(ranks):
         return 0
+    # A token counts once for each hop, from one rank to the next.
     # Between consecutive bounds all tokens have the same owner and are seen by the same ranks: compute hops for each
     # of these intervals, and multiply by its number of tokens.
     bounds = np.unique(np.concatenate((starts, stops, ends)))

@@ -118,7 +118,6 @@ def build_mesh(
 
 
 def check_axes(sizes: dict[str, int], world: int) -> None:
-    """Raises ValueError unless all sizes are at least 1 and multiply to `world` ranks."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"axis {name}={size}: every axis needs at least 1 rank")
@@ -131,14 +130,12 @@ def check_axes(sizes: dict[str, int], world: int) -> None:
 
 
 def backend_of(device_type: str) -> str:
-    """Returns the backend for tensors on `device_type`. Raises ValueError for unknown types."""
     if not isinstance(device_type, str) or device_type not in BACKENDS:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"no backend for device type {device_type!r}; known: {', '.join(BACKENDS)}")
     return BACKENDS[device_type]
 
 
 def check_timeout(timeout: timedelta) -> None:
-    """Raises ValueError unless `timeout` is a timedelta above 0."""
     if not isinstance(timeout, timedelta) or timeout <= timedelta(0):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"timeout={timeout!r}: a datetime.timedelta above 0 is needed, such as timedelta(minutes=10)")
 
@@ -187,7 +184,6 @@ class Axis:
 
     @classmethod
     def on(cls, mesh: DeviceMesh, mesh_dim: int) -> Axis:
-        """Returns the axis of one dim of a mesh."""
         names = mesh.mesh_dim_names
         group, device = mesh.get_group(mesh_dim), mesh.device_type
         timeout = compat.host_timeout(group, device)
@@ -254,13 +250,10 @@ def _subgroup(axis: Axis, ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
 
 
 def _connect(group: dist.ProcessGroup | None, device: str) -> None:
-    """Connects all ranks of a group, or of the default group (None), by a small all-reduce.
-
-    NCCL connects a group at its first use. All ranks of the group must take part in that, but an exchange may involve
-    only some. Gloo connects when the group is created, but one rank may be done before another. After the all-reduce
-    all ranks are connected. A barrier does not suffice: in a group with gloo and NCCL it connects only gloo, and in a
-    group with NCCL alone it guesses the device.
-    """
+    # Connects all ranks by a small all-reduce. NCCL connects a group at its first use, in which all ranks must take
+    # part, but an exchange may involve only some. Gloo connects when the group is created, but one rank may be done
+    # before another. A barrier does not suffice: in a group with gloo and NCCL it connects only gloo, and in a group
+    # with NCCL alone it guesses the device.
     dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
@@ -308,18 +301,14 @@ def start_process_group(
 
 
 def binds_device(bind: bool, with_gloo: bool) -> bool:
-    """Returns True if the default process group is bound to this rank's GPU.
-
-    It is if `bind` asks for it (without `with_gloo`), and always with an NCCL backend that binds itself.
-    """
-    # Such a backend must be given the device: by default it takes LOCAL_RANK's, but the caller may have chosen another.
+    """Returns True if the default process group is bound to this rank's GPU."""
+    # As `bind` asks for it, and always with a backend that binds itself. That one must be given the device: by default
+    # it takes LOCAL_RANK's, but the caller may have chosen another.
     return (bind and not with_gloo) or compat.nccl_binds_devices()
 
 
 def own_device(device_type: str) -> torch.device | None:
     """Returns this rank's accelerator and makes it the current device; None for "cpu".
-
-    The device is the current one if CUDA is initialized already, else the one with the launcher's LOCAL_RANK.
 
     Raises:
         ValueError: this machine has no device of this type.
@@ -345,24 +334,20 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 def rendezvous(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> dist.Store:
     """Returns `store` behind a prefix that only the ranks of this start use. Every rank must call it.
 
-    torchrun restarts ranks with the store of the failed ranks, which still has the addresses of these, and does not
-    number starts in a way that is the same on all hosts. So the ranks agree on a new prefix:
-
-    1. Rank 0 draws a random name for the start and announces it under the key "start".
-    2. Every other rank answers the name that it reads with a random token.
-    3. Rank 0 writes all tokens under the name. A rank that reads its own token there belongs to this start; a rank that
-       has answered the name of an earlier start reads "start" again.
-
     Raises:
         TimeoutError: not all ranks arrived within `timeout`. On rank 0 the message has the missing ranks.
     """
+    # torchrun restarts ranks with the store of the failed ranks, which still has the addresses of these, and does not
+    # number starts in a way that is the same on all hosts. So the ranks agree on a new prefix.
     end, token = time.monotonic() + timeout.total_seconds(), token_hex(8)
+    # Step 2, on the other ranks: each answers the announced name with a random token.
     if rank > 0:
         return dist.PrefixStore(_answer(store, token, rank, end, timeout), store)
-    # Step 1, on rank 0.
+    # Step 1, on rank 0: announce a random name for this start.
     name = token
     store.set("start", name)
-    # Step 3. Answers to earlier starts have other names in their keys, so only ranks of this start are counted.
+    # Step 3, on rank 0: write all tokens under the name. Answers to earlier starts have other names in their keys, so
+    # only ranks of this start are counted. A rank that reads its own token in this list belongs to this start.
     missing_ranks = list(range(1, ranks))
     while missing_ranks := [rank for rank in missing_ranks if not store.check([f"{name}/{rank}"])]:
         if time.monotonic() > end:
@@ -373,7 +358,7 @@ def rendezvous(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> 
 
 
 def _answer(store: dist.Store, token: str, rank: int, end: float, timeout: timedelta) -> str:
-    """Step 2, on the other ranks: answers each announced start, and returns the name of the one that has its token."""
+    """Step 2 of `rendezvous`: returns the name of the start whose list has this rank's token."""
     answered_starts = set[str]()
     while time.monotonic() <= end:
         name = store.get("start").decode() if store.check(["start"]) else ""
@@ -396,13 +381,12 @@ def _answer(store: dist.Store, token: str, rank: int, end: float, timeout: timed
 def wait_for_gloo_threads() -> None:
     """Waits until the threads of all gloo groups sleep, at most `MAX_WAIT` seconds. Linux only.
 
-    After a collective, gloo's thread first wakes the caller and then drops the tensors, for which it needs the GIL. If
-    Python exits in between, it ends the thread that requests the GIL, in the middle of torch's destructors: the process
-    aborts with "terminate called without an active exception" (pytorch/pytorch#190489). `destroy_process_group` does
-    not stop these threads while an object, such as a mesh, refers to the group.
-
     A thread whose collective waits for another rank sleeps too, so this function never waits for other ranks.
     """
+    # After a collective, gloo's thread first wakes the caller and then drops the tensors, for which it needs the GIL.
+    # If Python exits in between, it ends the thread that requests the GIL, in the middle of torch's destructors: the
+    # process aborts with "terminate called without an active exception" (pytorch/pytorch#190489).
+    # `destroy_process_group` does not stop these threads while an object, such as a mesh, refers to the group.
     end, quiet_polls = time.monotonic() + MAX_WAIT, 0
     # A thread that waits for the GIL sleeps as well. It gets the GIL during the pause, and is then awake or finished.
     # So only several polls in a row show that all threads are idle.
@@ -412,7 +396,6 @@ def wait_for_gloo_threads() -> None:
 
 
 def gloo_thread_states() -> list[str]:
-    """Returns the scheduler's state of each gloo thread of this process, such as "R" or "S"."""
     states: list[str] = []
     with suppress(OSError):  # no /proc
         for thread in THREAD_FOLDER.iterdir():

@@ -79,14 +79,12 @@ class TokenMove(NamedTuple):
 
 
 def relayout_move(axis: Axis, source: SequenceLayout, target: SequenceLayout) -> TokenMove:
-    """Returns the move of `relayout`."""
     return TokenMove(axis, relayout_table(source, target, axis.rank))
 
 
 def shift_move(
     axis: Axis, layout: SequenceLayout, documents: object, mask: Segmented | None, offset: int, fill: float
 ) -> TokenMove:
-    """Returns the move of `shift`. Raises ValueError for arguments that do not fit each other."""
     rows = segments_of(layout.length, documents, mask)
     check_shards(layout, axis)
     check_lookahead("offset", offset, rows)
@@ -96,7 +94,6 @@ def shift_move(
 def halo_move(
     axis: Axis, layout: SequenceLayout, documents: object, mask: Segmented | None, left: int, right: int
 ) -> TokenMove:
-    """Returns the move of `halo`. Raises ValueError for arguments that do not fit each other."""
     rows = segments_of(layout.length, documents, mask)
     check_shards(layout, axis)
     check_lookahead("right", -right, rows)
@@ -110,7 +107,6 @@ def check_shards(layout: SequenceLayout, axis: Axis | TracedAxis) -> None:
 
 
 def tokens_dim(x: Tensor, dim: int) -> int:
-    """Returns the dim of tokens counted from the front. Raises ValueError if x is not a tensor or has no such dim."""
     check_tensor("x", x)
     return check_dim("x", x, dim)
 
@@ -121,14 +117,14 @@ def tokens_dim(x: Tensor, dim: int) -> int:
 @lru_cache(maxsize=32)
 @compat.outside_modes
 def relayout_table(source: SequenceLayout, target: SequenceLayout, rank: int) -> MoveTable:
-    """Returns the moves from `source` to `target`: a rank needs the positions of its shard of `target`."""
+    # A rank needs the positions of its shard of `target`.
     return MoveTable.build(source, rank, [[target.positions(shard).numpy()] for shard in range(target.shards)])
 
 
 @lru_cache(maxsize=32)
 @compat.outside_modes
 def shift_table(layout: SequenceLayout, rows: tuple[Segments, ...], offset: int, rank: int) -> MoveTable:
-    """Returns the moves of `shift`: for each token of its shard a rank needs the token `offset` positions before."""
+    # For each token of its shard a rank needs the token `offset` positions before, on its path.
     positions = [layout.positions(shard).numpy() for shard in range(layout.shards)]
     return MoveTable.build(
         layout, rank, [[row.ancestors(shard_positions, offset) for row in rows] for shard_positions in positions]
@@ -194,8 +190,7 @@ class MoveTable:
 
         Args:
             layout: the layout of the tokens before the move.
-            needed_positions: needed_positions[r][b] are the global positions of the tokens in row b of the result of
-                rank r, -1 for the fill. A rank's result is the concatenation of its rows.
+            needed_positions: by rank and row, the global positions of the tokens in its result; -1 for the fill.
         """
         lookup, rows, sizes = Owners.of(layout), len(needed_positions[0]), layout.sizes
         needed_tokens = [_locate(lookup, layout.length, sizes, row_positions) for row_positions in needed_positions]
@@ -234,11 +229,9 @@ class MoveTable:
 def _locate(
     lookup: Owners, length: int, sizes: Sequence[int], row_positions: Sequence[Integers]
 ) -> tuple[Integers, Integers, Integers]:
-    """Returns (keys, owners, indices) of the tokens of a rank's result.
-
-    A key, row * length + position, identifies a token. Its owner is the rank that holds it, its index the token's place
-    among the tokens that the owner holds. The fill has key and owner -1.
-    """
+    """Returns (keys, owners, indices) of the tokens of a rank's result."""
+    # A key, row * length + position, identifies a token. Its owner is the rank that holds it, its index the token's
+    # place among the tokens that the owner holds. The fill has key and owner -1.
     keys = np.concatenate(
         [np.where(positions < 0, -1, positions + row * length) for row, positions in enumerate(row_positions)]
     )
@@ -265,7 +258,6 @@ class Owners:
     @classmethod
     @lru_cache(maxsize=16)
     def of(cls, layout: SequenceLayout) -> Owners:
-        """Computes the lookup of a layout."""
         starts, shards, offsets = list[Integers](), list[Integers](), list[Integers]()
         for shard, spans in enumerate(layout.spans_by_shard):
             first = 0
@@ -280,7 +272,6 @@ class Owners:
         return cls(*(np.concatenate(values)[order] for values in (starts, shards, offsets)))
 
     def find(self, positions: Integers) -> tuple[Integers, Integers]:
-        """Returns (shard, local index) of each global position."""
         run = np.searchsorted(self.starts, positions, side="right") - 1
         return self.shards[run], self.offsets[run] + positions - self.starts[run]
 
@@ -309,16 +300,12 @@ def start_move(x: Tensor, axis: Axis, table: MoveTable, fill: float = 0) -> Coll
 
 
 def start_return(grad: Tensor, axis: Axis, table: MoveTable, fill: float = 0) -> Collective[Tensor]:
-    """Starts the transpose of `start_move`: the gradient of each held token is the sum over its uses on all ranks.
+    """Starts the transpose of `start_move`: [len(table.result), ...] -> [table.tokens, ...].
 
-    Args:
-        grad: gradient of the result of `start_move`: [len(table.result), ...].
-        fill: ignored: the fill has no gradient. `linear` passes the same arguments to a collective and to its adjoint.
-
-    Returns:
-        The gradient of `x` in `start_move`: [table.tokens, ...]. If a token has copies, gradients are sent and summed
-        in float32 or wider.
+    The gradient of a held token is the sum over its uses on all ranks. If a token has copies, gradients are sent and
+    summed in float32 or wider.
     """
+    # `fill` has no gradient: `linear` passes the same arguments to a collective and to its adjoint.
     send, result = _on_device(table, grad.device)
     # Without copies the sum of a token has at most one addend, so the dtype of `grad` is exact.
     sum_dtype = accumulation_dtype(grad.dtype) if table.has_copies else grad.dtype
@@ -340,7 +327,6 @@ def start_return(grad: Tensor, axis: Axis, table: MoveTable, fill: float = 0) ->
 def _start(
     axis: Axis, values: Tensor, send: Sequence[int], receive: Sequence[int], assemble: Callable[[Tensor], Tensor]
 ) -> Collective[Tensor]:
-    """Starts an all-to-all of send[w] tokens to rank w. `assemble` makes the result from the flat receive buffer."""
     size = prod(values.shape[1:])  # elements of a token
     send_sizes, receive_sizes = [n * size for n in send], [n * size for n in receive]
     send_buffer, buffer, works = start_parts(axis, values, send_sizes, receive_sizes, "all_to_all")
@@ -350,5 +336,4 @@ def _start(
 @lru_cache(maxsize=64)  # a copy to the GPU at each call would make the host wait for the GPU
 @compat.outside_modes
 def _on_device(table: MoveTable, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns `send` and `result` of a table on a device, copied there once."""
     return table.send.to(device), table.result.to(device)

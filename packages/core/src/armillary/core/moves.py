@@ -217,12 +217,7 @@ def short_convolution(
 def _on_local(
     x: Tensor, function: Callable[[Tensor], Tensor], axis: Axis, dim: int, layouts: Sequence[SequenceLayout]
 ) -> Tensor:
-    """Applies a function to a local tensor or a DTensor's local tensor. The result has the placements of `x`.
-
-    Raises:
-        ValueError: a DTensor that the axis does not shard along `dim`, or whose shards have other sizes than the
-            layouts'.
-    """
+    """Applies a function to a local tensor, or to that of a DTensor sharded like the layouts. Keeps placements."""
     if not compat.is_dtensor(x):
         return function(x)
     from armillary.core.dtensor import check_tokens, local_of, result_like
@@ -233,7 +228,6 @@ def _on_local(
 
 
 def _move(x: Tensor, dim: int, move: TokenMove) -> Tensor:
-    """Moves the tokens on `dim` of a local tensor. Differentiable."""
     # A move copies tokens, so it is linear. Its adjoint, `start_return`, sends the gradients of all copies to the owner
     # of the token and adds them.
     if dim != FLAT:
@@ -242,12 +236,10 @@ def _move(x: Tensor, dim: int, move: TokenMove) -> Tensor:
 
 
 def convolve_runs(runs: Tensor, weight: Tensor, bias: Tensor | None, lengths: Sequence[int]) -> Tensor:
-    """Returns the causal depthwise convolution [B, T, C] at the tokens of all runs, without outputs at halo tokens.
+    """Returns the causal depthwise convolution [B, T, C] at the tokens of all runs.
 
     Args:
         runs: [sum(lengths), B, C], or [sum(lengths), C] with B = 1; each run begins with its W - 1 halo tokens.
-        weight, bias: [C, W] and [C], for C channels and W taps.
-        lengths: number of tokens of each run with its halo.
     """
     # One convolution over all runs. Outputs at halo tokens mix two runs, and are dropped.
     channels = runs.permute(1, 2, 0) if runs.ndim == 3 else runs.T.unsqueeze(0)  # [B, C, sum(lengths)]
@@ -320,8 +312,7 @@ def _halo_lengths(
 
 
 def _run_convolve(tensors: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
-    """Returns the output, and the runs with their halos, flat [tokens, C], which are saved for backward."""
-    # Backward needs the runs with their halos; saving them avoids a second exchange.
+    # Backward needs the runs with their halos, flat [tokens, C]: saving them avoids a second exchange.
     (x, weight, bias), move = tensors, halo_move(*arguments)
     runs = start_move(move.tokens(x, 1), move.axis, move.table).wait()
     return [convolve_runs(runs, weight, bias, move.lengths).view(x.shape), runs.flatten(0, -2)]
@@ -334,7 +325,6 @@ def _fake_convolve(tensors: Sequence[Tensor], *arguments: Any) -> list[Tensor]:
 
 
 def _run_convolve_backward(grads: Sequence[Tensor], saved: Sequence[Tensor | None], *arguments: Any) -> list[Tensor]:
-    """Returns the gradients of x, of weight and, if there is one, of bias."""
     (dout,), (flat_runs, *parameters), move = grads, saved, halo_move(*arguments)
     assert flat_runs is not None
     runs = flat_runs.unflatten(0, (-1, len(dout))) if move.rows == 1 else flat_runs

@@ -119,7 +119,6 @@ class CommLedger:
 
     @classmethod
     def add(cls, axis: str, kind: str, nbytes: int, messages: int = 1) -> None:
-        """Adds sent bytes and messages to all open ledgers, under the current phase."""
         key = axis, kind, current_phase()
         with cls._lock:
             for ledger in cls.opened:
@@ -137,7 +136,6 @@ def _total(counts: Counter[Key], query: tuple[str | None, str | None, str | None
 
 
 def current_phase() -> str:
-    """Returns "forward" or "backward", by the innermost `phase` block of this thread."""
     return _phase.get()
 
 
@@ -169,8 +167,6 @@ Event = dict[str, Any]
 
 
 class HostClock:
-    """Instants as nanoseconds of the host's performance counter."""
-
     def __init__(self) -> None:
         self.origin = self.now()
 
@@ -204,14 +200,7 @@ Clock = HostClock | CudaClock
 
 @dataclass
 class TraceSpan:
-    """A time span on a lane of a trace. It ends at the end of its `with` block, or when `finish` is called.
-
-    Args:
-        clock: the clock that read `start` and `end`.
-        category: Chrome's category: "compute", "wait", "label" or "exchange".
-        arguments: shown by the viewer with the span.
-        start, end: instants of `clock`; `end` is None while the span is open.
-    """
+    """A time span on a lane, in Chrome's category "compute", "wait", "label" or "exchange", until it is finished."""
 
     clock: Clock
     lane: str
@@ -228,7 +217,6 @@ class TraceSpan:
         self.finish()
 
     def finish(self) -> None:
-        """Ends the span. Later calls have no effect."""
         if self.end is None:
             self.end = self.clock.now()
 
@@ -281,7 +269,6 @@ class Trace:
         Trace.current = None
 
     def begin(self, lane: str, name: str, category: str, arguments: dict[str, Any]) -> TraceSpan:
-        """Starts a span on a lane."""
         assert self.clock is not None
         arguments = {**arguments, "phase": current_phase()}
         span = TraceSpan(self.clock, lane, name, category, arguments, self.clock.now())
@@ -331,7 +318,6 @@ Timed = tuple[float, float, TraceSpan]
 
 
 def _lanes(timed: Sequence[Timed]) -> list[tuple[str, list[Timed]]]:
-    """Returns (name, spans) of each lane: the lane of computation, then those of exchanges."""
     # Chrome can draw overlapping spans in one lane only if they are nested. Computations are nested. An exchange that
     # overlaps the last exchange of its lane goes to the next free lane of its axis.
     lanes: dict[tuple[str, int], list[Timed]] = {(COMPUTE, 1): []}

@@ -57,15 +57,12 @@ def register(value: object) -> int:
 
 
 def object_of(number: int) -> Any:
-    """Returns a registered object. Raises KeyError if it no longer exists."""
     return _objects[number]
 
 
 def register_as_tensor(value: object) -> Tensor:
-    """Registers an object and returns its number as a tensor.
-
-    torch.compile specializes a graph to an integer but not to the value of a tensor, so equal modules share a graph.
-    """
+    """Registers an object and returns its number as a tensor."""
+    # torch.compile specializes a graph to an integer but not to the value of a tensor, so equal modules share a graph.
     return torch.tensor(register(value), device="cpu")
 
 
@@ -186,7 +183,6 @@ def pack(*values: Any) -> OpArguments:
 
 
 def pack_registered(number: int) -> OpArguments:
-    """Returns the arguments for one registered object alone."""
     return OpArguments((), (number,), (), "")
 
 
@@ -221,13 +217,11 @@ def unpack(arguments: OpArguments, shapes_only: bool = False) -> list[Any]:
 
 @lru_cache(maxsize=256)
 def _lines(text: str) -> list[tuple[str, str]]:
-    """Returns kind and detail of each line."""
     return [(kind, detail) for kind, _, detail in (line.partition(":") for line in text.split("\n"))]
 
 
 @lru_cache(maxsize=256)
 def _layout_of_bytes(encoded: bytes) -> SequenceLayout:
-    """Returns the layout of a `SequenceLayout.numbers`, the same object for all layers of a step."""
     return SequenceLayout.of_numbers(np.frombuffer(encoded, dtype=np.int64).tolist())
 
 
@@ -238,10 +232,9 @@ def _mask_class(reference: str) -> type[TraceableMask]:
 
 
 def _documents_text(documents: Sequence[Any]) -> str:
-    """Returns boundaries for all rows, [0, 10, 24], as "0,10,24", or for each row, [[0, 24]], as "0,24;"."""
+    # [0, 10, 24] for all rows is "0,10,24"; [[0, 24]] for each row is "0,24;". So [[0, 24]], for a batch of one row,
+    # differs from [0, 24].
     rows = [documents] if isinstance(documents[0], int) else documents
-    # The text of a row ends with ";" if boundaries are given for each row. So [[0, 24]], for a batch of one row,
-    # differs from [0, 24], for all rows.
     return "".join([",".join([str(end) for end in row]) + ("" if row is documents else ";") for row in rows])
 
 
@@ -262,10 +255,8 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 
 def own_memory(x: Tensor) -> Tensor:
-    """Returns `x` in the form that results of ops must have: contiguous, alone in its storage, and not a view.
-
-    Autograd lets callers write in place to a result that is not a view.
-    """
+    """Returns `x` in the form that results of ops must have: contiguous, alone in its storage, and not a view."""
+    # Autograd lets callers write in place to a result that is not a view.
     # If x is a part of a larger buffer, it is copied.
     fills_storage = x.untyped_storage().nbytes() == x.nbytes
     result = x.contiguous() if fills_storage else x.clone(memory_format=torch.contiguous_format)
@@ -346,8 +337,6 @@ def define_pair(
 
 
 class _Differentiable(torch.autograd.Function):
-    """Autograd of `define_pair`."""
-
     @staticmethod
     def forward(ctx: Any, pair: tuple[Any, ...], arguments: OpArguments, *tensors: Tensor | None) -> tuple[Tensor, ...]:
         op, ctx.op_backward, saved, ctx.outputs = pair

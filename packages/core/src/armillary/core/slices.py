@@ -39,18 +39,13 @@ class Sliced(Protocol):
 
 
 def slice_array(slices: Iterable[Sequence[int | None]]) -> Slices:
-    """Returns the array of these rows q0, q1, k0, k1, low, high; None for `low` or `high` is an unbounded side."""
+    """Returns the array of rows (q0, q1, k0, k1, low, high); None for `low` or `high` is an unbounded side."""
     rows = [(*corners, -FAR if low is None else low, FAR if high is None else high) for *corners, low, high in slices]
     return np.array(rows, dtype=np.int64).reshape(-1, 6)
 
 
 def document_slices(ends: Sequence[int], low: int | None = None, high: int | None = None) -> Slices:
-    """Returns one slice for each document, whose tokens see each other if low <= j - i <= high.
-
-    Args:
-        ends: boundaries of the documents, rising. Tokens before the first boundary, or from the last
-            one on, see nothing.
-    """
+    """Returns one slice for each document, between rising `ends`. Tokens see each other if low <= j - i <= high."""
     bounds = np.asarray(ends, dtype=np.int64)
     slices = np.empty((len(bounds) - 1, 6), dtype=np.int64)
     slices[:, 0] = slices[:, 2] = bounds[:-1]
@@ -59,11 +54,7 @@ def document_slices(ends: Sequence[int], low: int | None = None, high: int | Non
 
 
 def within_band(slices: Slices, low: int | None, high: int | None, has_bands: bool = True) -> Slices:
-    """Returns the slices cut to the band low <= j - i <= high; None is an unbounded side.
-
-    Args:
-        has_bands: False if columns 4 and 5 of `slices`, the bands, are not yet initialized.
-    """
+    """Returns the slices cut to low <= j - i <= high. Without `has_bands`, columns 4 and 5 are not initialized yet."""
     if has_bands and low is None and high is None:
         return slices
     banded = slices.copy()
@@ -101,7 +92,6 @@ def widen(counts: Integers, rows: int, columns: int) -> Integers:
 
 
 def mirror(slices: Slices) -> Slices:
-    """Returns the slices with queries and keys exchanged."""
     # low <= j - i <= high is -high <= i - j <= -low.
     transposed_slices = slices[:, [2, 3, 0, 1, 5, 4]]
     transposed_slices[:, 4:] *= -1
@@ -109,10 +99,7 @@ def mirror(slices: Slices) -> Slices:
 
 
 def trim(slices: Slices) -> Slices:
-    """Returns slices of the same pairs whose ranges have only queries that see a key and keys that a query sees.
-
-    Empty slices are left out.
-    """
+    """Returns slices of the same pairs, without empty ones, whose queries all see a key and whose keys are all seen."""
     q0, q1, k0, k1, low, high = slices.T
     # First drop queries whose band has no key, then keys that none of the remaining queries sees.
     q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
@@ -139,11 +126,9 @@ class KeyCounts:
 
     @classmethod
     def of(cls, slices: Slices) -> KeyCounts:
-        """Returns the counts of a mask, added over its slices.
-
-        In a slice the query at i sees the keys max(k0, i + low) to min(k1 - 1, i + high). So the number of keys is a
-        difference of two bounds, and each bound is linear in i with one bend.
-        """
+        """Returns the counts of a mask, added over its slices."""
+        # In a slice the query at i sees the keys max(k0, i + low) to min(k1 - 1, i + high). So the number of keys is a
+        # difference of two bounds, and each bound is linear in i with one bend.
         slices = trim(slices)
         last_query, last_key = int(slices[:, 1].max(initial=0)), int(slices[:, 3].max(initial=0))
         q0, q1, k0, k1, low, high = widen(slices, last_query, last_key).T
@@ -167,7 +152,6 @@ class KeyCounts:
         return cls(starts, *(np.concatenate((none, x.cumsum())) for x in (slopes, constants, sums)))
 
     def before(self, positions: Integers) -> Integers:
-        """Returns the number of (query, key) pairs of all queries before each of these positions."""
         piece = np.searchsorted(self.starts, positions, side="right")
         positions = positions.astype(self.sums.dtype)
         triangle = positions * (positions - 1) // 2  # the sum of 0..position - 1
@@ -175,7 +159,6 @@ class KeyCounts:
 
 
 def count_pairs(slices: Slices) -> int:
-    """Returns the number of visible (query, key) pairs, without enumerating them."""
     return int(KeyCounts.of(slices).before(slices[:, 1].max(initial=0, keepdims=True))[0])
 
 
@@ -244,11 +227,9 @@ class Segments:
         return last
 
     def slices(self, length: int) -> list[Slices]:
-        """Returns the slices of the mask in which a token sees the tokens of its path, up to itself.
-
-        Segments must be in depth-first order. Each segment has one slice: the keys are its tokens, the queries its
-        tokens and those of all descendants. Segments that follow each other as only children share one slice.
-        """
+        """Returns the slices of the mask in which a token sees its path, up to itself. Needs depth-first order."""
+        # Each segment has one slice: the keys are its tokens, the queries its tokens and those of all descendants.
+        # Segments that follow each other as only children share one slice.
         (ends, parents), child_counts = self._arrays, np.zeros(len(self.parents), dtype=np.int64)
         np.add.at(child_counts, parents[parents != MISSING], 1)
         only_child = (parents != MISSING) & (parents == np.arange(-1, len(parents) - 1)) & (child_counts[parents] == 1)
@@ -275,12 +256,7 @@ class Segments:
 
 
 def path_depths(parents: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """Returns the number of tokens that precede each segment on its path, from the first token of the root on.
-
-    Args:
-        parents: as in `Segments`.
-        lengths: number of tokens of each segment.
-    """
+    """Returns the number of tokens before each segment on its path, from parents and lengths of segments."""
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent == MISSING else depths[parent] + lengths[parent])
@@ -288,10 +264,8 @@ def path_depths(parents: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 def misplaced_segment(parents: Sequence[int]) -> int | None:
-    """Returns the first segment that violates depth-first order; None if no segment does.
-
-    The parent of a segment must be the segment before it, an ancestor of that segment, or -1.
-    """
+    """Returns the first segment that violates depth-first order; None if no segment does."""
+    # The parent of a segment must be the segment before it, an ancestor of that segment, or -1.
     path: list[int] = []  # the previous segment and its ancestors, from the root: the next parent must be one of these
     for segment, parent in enumerate(parents):
         while path and path[-1] != parent:
@@ -311,7 +285,6 @@ class Segmented(Protocol):
 
 
 def check_lookahead(name: str, distance: int, rows: Sequence[Segments]) -> None:
-    """Raises ValueError if `distance`, the argument called `name`, is negative and a row is a tree."""
     if distance < 0 and any(row.branching for row in rows):
         raise ValueError(
             f"{name} asks for {-distance} tokens ahead in a tree, where a token may have several successors"
@@ -320,10 +293,6 @@ def check_lookahead(name: str, distance: int, rows: Sequence[Segments]) -> None:
 
 def segments_of(length: int, documents: object = None, mask: Segmented | None = None) -> tuple[Segments, ...]:
     """Returns the segments of each batch row, or a single entry that holds for all rows.
-
-    Args:
-        documents: document boundaries; without these and without a mask, all tokens are one document.
-        mask: an attention mask of documents or a tree, instead of `documents`.
 
     Raises:
         ValueError: both documents and a mask, boundaries that fall or are not from 0 to `length`, or a mask that has no

@@ -29,8 +29,6 @@ Spans = tuple[range, ...]
 def join_spans(spans: Iterable[range]) -> Spans:
     """Returns the same positions in the same order, without empty spans.
 
-    A span that continues the previous one with the same step is joined to it.
-
     Raises:
         ValueError: a span is not a range, has a step below 1, or reaches beyond `MAX_POSITION`.
     """
@@ -57,18 +55,16 @@ def join_spans(spans: Iterable[range]) -> Spans:
 
 
 def span_text(span: range) -> str:
-    """Returns "start:stop", or "start:stop:step" for a step above 1."""
     return f"{span.start}:{span.stop}" + (f":{span.step}" if span.step > 1 else "")
 
 
 def missing_position(spans: Sequence[range]) -> int | None:
     """Returns the smallest position that no span has, up to the largest one of all spans; None if there is no gap.
 
-    The time depends on the number of spans and the ratios of their steps, not on their lengths.
-
     Raises:
         ValueError: two spans hold the same position.
     """
+    # The time depends on the number of spans and the ratios of their steps, not on their lengths.
     # Split all spans into pieces of one common step. A piece has positions of one remainder modulo `step`. Sorted by
     # remainder and position, the pieces of each remainder must follow each other without gaps.
     step = lcm(*(span.step for span in spans))
@@ -91,7 +87,6 @@ def missing_position(spans: Sequence[range]) -> int | None:
 
 
 def _split(span: range, step: int) -> Iterable[range]:
-    """Returns the positions of the span as pieces with step `step`, which is a multiple of the span's step."""
     times = step // span.step
     return (span[i::times] for i in range(min(times, len(span)))) if times > 1 else (span,)
 
@@ -148,7 +143,6 @@ class TokenRanges:
 
     @cached_property
     def count(self) -> int:
-        """Number of tokens."""
         return sum(map(len, self.runs))
 
     @cached_property

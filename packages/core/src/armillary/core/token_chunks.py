@@ -15,14 +15,7 @@ MAX_CHUNKS = 64
 
 
 def chunks(tokens: int, size: int | None = None) -> list[slice]:
-    """Returns consecutive slices of `size` tokens; the last one may be shorter. One empty slice for no tokens.
-
-    Args:
-        size: number of tokens of a chunk. By default `MIN_TOKENS`, or more if that would make over `MAX_CHUNKS` chunks.
-
-    Raises:
-        ValueError: a size below 1.
-    """
+    """Returns consecutive slices of `size` tokens, by default of `MIN_TOKENS` and at most `MAX_CHUNKS` of them."""
     size = max(MIN_TOKENS, -(-tokens // MAX_CHUNKS)) if size is None else size
     if size < 1:
         raise ValueError(f"chunks of {size} tokens: at least 1 is needed")
@@ -39,16 +32,13 @@ _simulating: ContextVar[bool] = ContextVar("simulating", default=False)
 
 
 def is_simulating() -> bool:
-    """Returns True inside of the context `simulating`, on its thread."""
     return _simulating.get()
 
 
 @contextmanager
 def simulating() -> Generator[None]:
-    """Context in which `chunks` returns only the first two chunks and the last, for simulations of memory.
-
-    The omitted chunks allocate what the second one does, so the peak of memory is the same with far fewer steps.
-    """
+    """Context in which `chunks` returns only the first two chunks and the last, for simulations of memory."""
+    # The omitted chunks allocate what the second one does, so the peak of memory is the same with far fewer steps.
     token = _simulating.set(True)
     try:
         yield

@@ -36,11 +36,7 @@ def integer(name: str, value: object, minimum: int | None = None) -> int:
 
 
 def count(name: str, value: object, minimum: int = 0) -> int:
-    """Returns a number that was read from a file, as an int.
-
-    Raises:
-        ValueError: the value is not an integer from `minimum` to `MAX_COUNT`. Names `name`.
-    """
+    """Returns a number from a file as an int from `minimum` to `MAX_COUNT`. Raises ValueError for others."""
     result = integer(name, value, minimum)
     if result > MAX_COUNT:
         raise ValueError(f"{name}={_format(value)}: at most 2^53 is possible")
@@ -57,13 +53,8 @@ def check_bool(name: str, value: object) -> bool:
 
 
 def number(name: str, value: object, hint: str = "") -> float:
-    """Returns `value` as a finite float. Raises ValueError if it is not a finite number.
-
-    Tensors are refused too: the gradient of the value would be lost.
-
-    Args:
-        hint: appended to the error message.
-    """
+    """Returns `value` as a finite float, or raises ValueError with `hint`."""
+    # Tensors are refused too: the gradient of the value would be lost.
     result = math.nan
     if isinstance(value, (float, int, Real)) and not isinstance(value, (bool, Tensor)):
         try:
@@ -76,14 +67,12 @@ def number(name: str, value: object, hint: str = "") -> float:
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> str:
-    """Returns `value`. Raises ValueError unless it is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}={_format(value)}; known: {', '.join(choices)}")
     return value
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Raises ValueError unless `value` is a dense tensor."""
     if not isinstance(value, Tensor):
         hint = "; convert it with torch.as_tensor" if hasattr(value, "__array__") else ""
         raise ValueError(f"{name} is a {type(value).__name__}; a tensor is needed{hint}")
@@ -96,7 +85,6 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def check_local(name: str, value: object) -> None:
-    """Raises ValueError unless `value` is a dense local tensor."""
     check_tensor(name, value)
     if compat.is_dtensor(value):
         raise ValueError(f"{name} is a DTensor; pass the local tensor of this rank, {name}.to_local()")

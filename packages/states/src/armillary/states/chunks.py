@@ -55,7 +55,7 @@ class Operands(NamedTuple):
     dtype: torch.dtype
 
     def repeat_key_heads(self) -> Operands:
-        """Returns these chunks with H heads of q and k: value head h uses key head h // (H / K)."""
+        # Value head h uses key head h // (H / K).
         count = self.v.shape[1] // self.k.shape[1]
         if count == 1:
             return self
@@ -79,7 +79,7 @@ class ChunkMaps(NamedTuple):
 
 
 def apply_map(state_map: Tensor, state: Tensor) -> Tensor:
-    """Returns the products of maps, matrices [..., Dk, Dk] or numbers [..., 1, 1], with states."""
+    # Maps are matrices [..., Dk, Dk] or numbers [..., 1, 1].
     return state_map * state if state_map.shape[-1] == 1 else state_map @ state
 
 
@@ -110,8 +110,6 @@ class StateKernel(Protocol):
 
 
 class TorchChunks:
-    """Operations of torch, on any device and in every floating-point dtype."""
-
     name = "torch"
     max_chunk = 64  # a chunk of C tokens takes matrices [C, C]
 
@@ -163,11 +161,11 @@ class CumulativeDecay(NamedTuple):
         return CumulativeDecay(self.log[..., tokens, :], self.resets[..., tokens, :])
 
     def since_start(self) -> Tensor:
-        """Returns the decay D_t0 from the chunk's start to each token; 0 from a reset on."""
+        # D_t0, and 0 from a reset on.
         return self.log.masked_fill(self.resets > 0, -torch.inf).exp()
 
     def until_end(self) -> Tensor:
-        """Returns the decay D_Ct from each token to the last one: the product of the decays after the token."""
+        # D_Ct from each token to the last one: the product of the decays after the token.
         before_last, last = self.at(slice(0, -1)), self.at(slice(-1, None))
         # For the last token 1, and not exp(x - x), whose gradient would be a rounding error instead of 0.
         return torch.cat([last.since(before_last), torch.ones_like(last.log)], -2)
@@ -180,16 +178,12 @@ class CumulativeDecay(NamedTuple):
 
 
 class PairDecay(Protocol):
-    """Decays between the tokens of a chunk."""
-
     def products(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Returns [..., C, C] with sum_d rows[t, d] columns[j, d] D_tj[d] for j <= t; 0 elsewhere."""
         ...
 
 
 class HeadDecay:
-    """One decay for all channels of a head."""
-
     def __init__(self, decays: CumulativeDecay) -> None:
         count = decays.log.shape[-2]
         ones = torch.ones(count, count, dtype=torch.bool, device=decays.log.device)
@@ -202,13 +196,9 @@ class HeadDecay:
 
 
 class ChannelDecay:
-    """A decay for each channel.
-
-    D_tj is then [C, C, channels], too large to compute. So the chunk is halved again and again. For a token j of the
-    first half and a token t of the second, D_tj is the decay from j to the end of the first half, times the decay from
-    there to t. Neither factor overflows, and the sums over channels are one matrix product.
-    """
-
+    # D_tj is [C, C, channels], too large to compute. So the chunk is halved again and again. For a token j of the first
+    # half and a token t of the second, D_tj is the decay from j to the end of the first half, times the decay from
+    # there to t. Neither factor overflows, and the sums over channels are one matrix product.
     def __init__(self, decays: CumulativeDecay) -> None:
         self._factors = list[tuple[Tensor, Tensor]]()
         size = 2  # of pieces, whose halves are `early` and `late`: 2, 4, ..., C tokens
@@ -240,12 +230,8 @@ of float32."""
 
 
 class FlashLinearAttention:
-    """The gated delta rule of `flash-linear-attention`, with a decay for each head or for each key channel.
-
-    One call computes outputs, leaving states and both maps. For the maps, the values have Dk further columns of zeros,
-    and the entering state of these columns is the identity. The results in these columns are the maps.
-    """
-
+    # One call computes outputs, leaving states and both maps. For the maps, the values have Dk further columns of
+    # zeros, and the entering state of these columns is the identity. The results in these columns are the maps.
     name = "fla"
     max_chunk = 512  # a compromise: larger chunks pad short documents more, smaller ones need more state passing
 
@@ -278,8 +264,6 @@ class FlashLinearAttention:
 
 
 class MambaSsm:
-    """State space duality of `mamba-ssm`."""
-
     name = "mamba_ssm"
     max_chunk = 512  # as for `FlashLinearAttention`
 

@@ -119,11 +119,6 @@ def ssd(
 def _run(
     layer: str, options: StateOptions, inputs: Mapping[str, Tensor], initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Runs a layer: on DTensors, traced into a compiled graph, or on local tensors.
-
-    Returns:
-        (out [B, T, H, Dv] in the dtype of the values, final [B, H, Dk, Dv]).
-    """
     tensors = list(inputs.values())
     if any(compat.is_dtensor(x) for x in (*tensors, initial_state)):
         out, final = run_on_dtensors(layer, options, inputs, initial_state)
@@ -213,7 +208,7 @@ def run_local(
 def _delta_rule_operands(
     scale: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, initial_state: Tensor | None
 ) -> Operands:
-    """Returns the operands of the delta rule: u_t = beta_t (v_t - (a_t S_{t-1})^T k_t)."""
+    # u_t = beta_t (v_t - (a_t S_{t-1})^T k_t)
     dtype = v.dtype
     states = state_dtype((q, k, v, g, beta))
     q, k, v, g, beta = (x.to(states) for x in (q, k, v, g, beta))
@@ -224,7 +219,7 @@ def _delta_rule_operands(
 
 
 def _ssd_operands(x: Tensor, dt: Tensor, A: Tensor, Bm: Tensor, Cm: Tensor, initial_state: Tensor | None) -> Operands:
-    """Returns the operands of state space duality: q = C, k = B, u_t = dt_t x_t, log a_t = dt_t A."""
+    # q = C, k = B, u_t = dt_t x_t, log a_t = dt_t A
     dtype = x.dtype
     states = state_dtype((x, dt, A, Bm, Cm))
     x, dt, rates, Bm, Cm = (operand.to(states) for operand in (x, dt, A, Bm, Cm))
@@ -234,12 +229,10 @@ def _ssd_operands(x: Tensor, dt: Tensor, A: Tensor, Bm: Tensor, Cm: Tensor, init
 
 
 def state_dtype(inputs: Sequence[Tensor]) -> torch.dtype:
-    """Returns the dtype of the states of a layer with these inputs."""
     return torch.float64 if any(x.dtype == torch.float64 for x in inputs) else torch.float32
 
 
 def _plan(options: StateOptions, v: Tensor, kernel: StateKernel) -> tuple[Axis | None, ScanPlan]:
-    """Returns the axis and this rank's plan for v [B, T, H, Dv]."""
     (batch, tokens), layout = v.shape[:2], options.layout
     axis = None if options.axis is None else Axis.of(options.axis)
     ranks, rank = (1, 0) if axis is None else (axis.size, axis.rank)
@@ -263,11 +256,6 @@ def _plan(options: StateOptions, v: Tensor, kernel: StateKernel) -> tuple[Axis |
 
 
 def _check_dims(*tensors: tuple[str, Tensor, int | None]) -> None:
-    """Raises ValueError unless all are dense floating-point tensors on one device with these numbers of dims.
-
-    Args:
-        tensors: (name, tensor, number of dims, or None for 3 or 4).
-    """
     for name, x, dims in tensors:
         check_tensor(name, x)
         if x.ndim not in ((3, 4) if dims is None else (dims,)):
@@ -279,7 +267,6 @@ def _check_dims(*tensors: tuple[str, Tensor, int | None]) -> None:
 
 
 def _check_shapes(*tensors: tuple[str, Tensor | None, Sequence[int]]) -> None:
-    """Raises ValueError unless each tensor has its shape."""
     for name, x, shape in tensors:
         if x is not None:
             check_tensor(name, x)
@@ -440,12 +427,8 @@ def run_on_dtensors(
 
 
 class _GradientOfFirstRank(torch.autograd.Function):
-    """The identity. Backward keeps the gradient on one rank of the axis.
-
-    The gradient of a replicated DTensor is complete on every rank, but the layer's backward sums gradients of the final
-    state over ranks.
-    """
-
+    # The gradient of a replicated DTensor is complete on every rank, but the layer's backward sums gradients of the
+    # final state over ranks: it is kept on one.
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_first: bool) -> Tensor:
         ctx.is_first = is_first

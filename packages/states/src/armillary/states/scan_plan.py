@@ -57,7 +57,6 @@ class Forest:
 
     @classmethod
     def of(cls, parents: Sequence[int], device: torch.device) -> Forest:
-        """Returns the forest of nodes in depth order, from the parent of each node; -1 for roots."""
         sizes = np.bincount(_depths(parents), minlength=1).tolist()
         indices = _indices(parents[sizes[0] :], device)
         starts = accumulate(sizes, initial=0)
@@ -66,12 +65,11 @@ class Forest:
 
 
 def depth_order(parents: Sequence[int]) -> list[int]:
-    """Returns the indices of nodes in the order of their depth. A parent is an earlier node, or -1 for a root."""
     return np.argsort(_depths(parents), kind="stable").tolist()
 
 
 def _depths(parents: Sequence[int]) -> Integers:
-    """Returns the depth of each node; 0 for roots. A parent is an earlier node."""
+    # A parent is an earlier node, or -1 for a root.
     depths = list[int]()
     for parent in parents:
         depths.append(0 if parent == MISSING else depths[parent] + 1)
@@ -158,7 +156,6 @@ class RunChunks(NamedTuple):
 
     @classmethod
     def cut(cls, runs: Sequence[ShardRun], rank: int, max_chunk: int) -> RunChunks:
-        """Returns the chunks of a rank, cut from the runs of all ranks."""
         own_runs = [index for index, run in enumerate(runs) if run.rank == rank]
         longest = max((runs[index].stop - runs[index].start for index in own_runs), default=1)
         # The least power of 2 that holds the longest run: kernels halve chunks, and larger chunks would be padding.
@@ -185,10 +182,7 @@ class RunChunks(NamedTuple):
         )
 
     def tokens(self, runs: Sequence[ShardRun], layout: SequenceLayout, rank: int) -> tuple[Integers, NDArray[np.bool_]]:
-        """Returns (local token in each slot, True for slots that are not padding), both [chunks, size].
-
-        A slot of padding has the chunk's first token.
-        """
+        """Returns (local token in each slot, True for slots that are not padding), both [chunks, size]."""
         stops = np.array([runs[run].stop for run in self.runs], dtype=np.int64)
         starts = np.array(self.starts, dtype=np.int64)
         rows = np.array([runs[run].row for run in self.runs], dtype=np.int64)
@@ -198,11 +192,10 @@ class RunChunks(NamedTuple):
         # adjacent positions of a run have adjacent local indices.
         offsets = np.arange(self.size)
         is_token = offsets < (stops - starts).reshape(-1, 1)
-        return np.where(is_token, first + offsets, first), is_token
+        return np.where(is_token, first + offsets, first), is_token  # padding has the chunk's first token
 
 
 def segments_of_rows(layout: SequenceLayout, mask: AttentionMask | None, batch: int) -> tuple[Segments, ...]:
-    """Returns the segments of each batch row, or a single entry for all rows. Raises ValueError for other numbers."""
     rows = segments_of(layout.length, mask=mask)
     if len(rows) not in (1, batch):
         raise ValueError(f"mask has segments of {len(rows)} rows; the batch has {batch}")
@@ -215,12 +208,7 @@ def segments_of_rows(layout: SequenceLayout, mask: AttentionMask | None, batch: 
 def plan_scan(
     layout: SequenceLayout, rows: tuple[Segments, ...], rank: int, device: torch.device, max_chunk: int
 ) -> ScanPlan:
-    """Returns the plan of a rank.
-
-    Args:
-        rows: the segments of each row of the batch.
-        max_chunk: largest number of tokens of a chunk.
-    """
+    """Returns the plan of a rank, from the segments of each batch row, in chunks of at most `max_chunk` tokens."""
     runs = _runs(layout, rows)
     roots = _tree_roots(runs)
     chunks = RunChunks.cut(runs, rank, max_chunk)
@@ -316,13 +304,8 @@ def _exchange(
     entering_runs: Sequence[int],
     device: torch.device,
 ) -> StateExchange:
-    """Returns the exchange of a rank.
-
-    Args:
-        roots: for each run the first run of its tree.
-        dependent_index: for each dependent chunk its index among the dependent chunks.
-        entering_runs: for each dependent chunk the run, on another rank, that its tree continues.
-    """
+    # Runs are those of all ranks. `roots` has the first run of each run's tree, `dependent_index` the number of each
+    # dependent chunk, `entering_runs` the run of another rank that its tree continues.
     last_runs = [index for index, run in enumerate(runs) if run.stop == layout.length]
     # In the order of runs, parents precede their children.
     boundary_runs = _boundary_runs(runs, layout.length)

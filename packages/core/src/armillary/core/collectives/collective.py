@@ -145,7 +145,7 @@ def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 
 def start_scatter(
     x: Tensor, axis: Axis, sizes: Sequence[int], dim: int
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[dist.Work, ...]]:
-    """Starts to send each rank its tokens of `x`. Returns (sent tensor, tokens received from each rank, works)."""
+    """Sends each rank its tokens of `x`. Returns (sent tensor, tokens received from each rank, works)."""
     if axis.size == 1:
         return x, (x,), ()
     outer, inner = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
@@ -184,8 +184,6 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Collective[Tensor]:
 class PackedHeads(NamedTuple):
     """Heads of this rank's tokens [B, T, H, D], copied in the order in which they are sent.
 
-    The tensor from which they were copied may be freed.
-
     Args:
         flat: for rank 0, then rank 1, ..., the heads [B, T, h, D] that the rank works on. On an axis of one rank, the
             uncopied tensor [B, T, H, D].
@@ -201,7 +199,6 @@ class PackedHeads(NamedTuple):
 
     @classmethod
     def cut(cls, x: Tensor, heads: Sequence[range]) -> PackedHeads:
-        """Copies the heads of `x` [B, T, H, D] in the order of ranks; heads[w] is the range of rank w."""
         batch, tokens, count, dim = x.shape
         counts, per_rank = _head_counts(tuple(heads), count)
         if len(counts) == 1:
@@ -216,13 +213,7 @@ class PackedHeads(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _head_counts(heads: tuple[range, ...], count: int | None = None) -> tuple[tuple[int, ...], int]:
-    """Returns (number of heads of each rank, number per rank if all have equally many).
-
-    The second number is 0 if ranks have different numbers of heads, or if ranges overlap or do not end at `count`.
-
-    Args:
-        count: number of all heads; None if it is unknown.
-    """
+    """Returns (heads of each rank, heads per rank if all ranks have equally many of the `count` heads, else 0)."""
     counts, first = tuple(map(len, heads)), len(heads[0])
     even = all(head_range == range(rank * first, (rank + 1) * first) for rank, head_range in enumerate(heads))
     return counts, first if even and count in (None, first * len(heads)) else 0
@@ -242,7 +233,6 @@ def start_seq_to_head(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequen
 
 
 def start_packed_to_head(heads: PackedHeads, axis: Axis, sizes: Sequence[int]) -> Collective[Tensor]:
-    """Starts `start_seq_to_head` from heads that are already packed."""
     flat, batch, tokens, dim, counts = heads
     if axis.size == 1:
         return Collective(axis, (flat,), (), lambda: flat)
@@ -276,9 +266,9 @@ def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequen
 def start_head_to_parts(
     x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]
 ) -> Collective[tuple[Tensor, ...]]:
-    """Starts `start_head_to_seq` without joining the heads: the result is [B, T, h, D] of each rank, in rank order.
+    """Starts `start_head_to_seq` without joining the heads.
 
-    If every rank has one head, the result is instead a single view with all heads, [B, T, H, D].
+    Returns [B, T, h, D] of each rank, in rank order; if every rank has one head, a single view [B, T, H, D].
     """
     if axis.size == 1:
         return Collective(axis, (x,), (), lambda: (x,))
@@ -292,7 +282,7 @@ def start_head_to_parts(
     send_buffer, buffer, works = start_parts(axis, send_values, send, receive, "all_to_all")
 
     def assemble() -> tuple[Tensor, ...]:
-        if per_rank == 1:  # the dim of ranks is the dim of heads: a permuted view has all heads, without a copy
+        if per_rank == 1:  # the dim of ranks is the dim of heads: one permuted view has all heads, without a copy
             return (buffer.view(len(counts), *shape, dim).permute(1, 2, 0, 3),)
         if per_rank:
             return buffer.view(len(counts), *shape, per_rank, dim).unbind(0)
@@ -303,7 +293,6 @@ def start_head_to_parts(
 
 
 def _sum_heads(head_parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
-    """Joins the heads of all ranks in head order, and sums a head that several ranks have."""
     if len(head_parts) == 1:
         return head_parts[0]
     count = max(head_range.stop for head_range in heads)
@@ -311,6 +300,7 @@ def _sum_heads(head_parts: Sequence[Tensor], heads: Sequence[range]) -> Tensor:
         return torch.cat(list(head_parts), dim=2)
     # Key/value heads on several ranks: their gradients are sums over the ranks that used them.
     first = head_parts[0]
+    # In rank order, and wide until the sum is complete.
     total = first.new_zeros((*first.shape[:2], count, first.shape[3]), dtype=accumulation_dtype(first.dtype))
     for part, rank_heads in zip(head_parts, heads, strict=True):
         total[:, :, rank_heads.start : rank_heads.stop] += part
@@ -323,8 +313,6 @@ Start = Callable[..., Collective[Tensor]]
 
 
 class _Linear(torch.autograd.Function):
-    """A linear collective, whose backward is the adjoint collective, whose backward is the collective again."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
         ctx.call = adjoint, start, *call
@@ -332,7 +320,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Calls `linear`, so that the gradient is differentiable too.
+        # `linear` again, whose own backward is the first collective: the gradient is differentiable too.
         with phase("backward"):
             return linear(grads[0], *ctx.call), *[None] * len(ctx.call)
 
@@ -348,13 +336,14 @@ def linear(x: Tensor, start: Start, adjoint: Start, *call: Any) -> Tensor:
 def start_parts(
     axis: Axis, values: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
 ) -> tuple[Tensor, Tensor, tuple[dist.Work, ...]]:
-    """Starts an all-to-all that sends send[w] elements to rank w of the axis and receives receive[w] elements from it.
-
-    Returns (sent tensor, flat buffer that receives the parts in rank order, works).
+    """Starts an all-to-all of send[w] elements to rank w of the axis, and receive[w] elements from it.
 
     Args:
         values: contiguous tensor of the parts for rank 0, 1, ..., one after another, as `pack` returns them.
         kind: kind under which the ledger counts the bytes sent to other ranks.
+
+    Returns:
+        (sent tensor, flat buffer that receives the parts in rank order, works).
     """
     buffer, own_count = values.new_empty(sum(receive)), send[axis.rank]
     messages = len(send) - send.count(0) - (own_count > 0)
@@ -379,7 +368,6 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def tokens_on(x: Tensor, dim: int) -> int:
-    """Returns the size of `dim`. Raises ValueError for values that are not tensors, and unknown dims."""
     check_tensor("x", x)
     if not 0 <= integer("dim", dim) < x.ndim:
         raise ValueError(f"x {tuple(x.shape)} has no dim {dim}; its dims are 0..{x.ndim - 1}")
@@ -387,24 +375,18 @@ def tokens_on(x: Tensor, dim: int) -> int:
 
 
 def check_tokens(name: str, x: Tensor, dim: int, tokens: int, sizes: Sequence[int]) -> None:
-    """Raises ValueError unless `x` has `tokens` tokens on `dim`. `name` and `sizes` are for the message."""
     if tokens_on(x, dim) != tokens:
         raise ValueError(f"{name} {tuple(x.shape)} must have {tokens} tokens on dim {dim}: sizes are {tuple(sizes)}")
 
 
 def check_dims(x: Tensor) -> None:
-    """Raises ValueError unless `x` is a tensor of 4 dims."""
     check_tensor("x", x)
     if x.ndim != 4:
         raise ValueError(f"x {tuple(x.shape)} needs 4 dims, [batch, tokens, heads, head dim]")
 
 
 def check_heads(heads: Sequence[range], axis: Axis, count: int | None) -> None:
-    """Raises ValueError unless `heads` has one range for each rank, in order and without gaps, from 0 on.
-
-    Args:
-        count: number of heads at which the last range must end; None if it is unknown.
-    """
+    """Raises ValueError unless each rank has a range of heads, in order and without gaps, up to `count` if known."""
     requirement = f"one range for each of the {axis.size} ranks of axis {axis.name!r}"
     if len(heads) != axis.size or not all(isinstance(head_range, range) for head_range in heads):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ValueError(f"heads {list(heads)}: {requirement} is needed")

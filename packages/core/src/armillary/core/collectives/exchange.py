@@ -108,7 +108,6 @@ class FlatBuffer(NamedTuple):
     def _of_bytes(
         cls, tensors: Sequence[Tensor], tokens: int | None = None, memory: Tensor | None = None
     ) -> FlatBuffer:
-        """Returns `like` for tensors of several shapes or dtypes."""
         shapes = [x.shape if tokens is None else (x.shape[0], tokens, *x.shape[2:]) for x in tensors]
         sizes = [prod(shape) * x.element_size() for shape, x in zip(shapes, tensors, strict=True)]
         if memory is None:
@@ -131,14 +130,14 @@ class ReceiveMemory(NamedTuple):
 class ReceiveBuffers:
     """Receive buffers for the steps of a repeated exchange, in at most two blocks of memory.
 
-    If each step allocated a new buffer, memory would grow while the host runs ahead of the GPU: up to torch 2.14,
-    ProcessGroupNCCL calls `record_stream` on sent and received tensors, and the allocator reuses their memory only
-    after the host has seen that the GPU no longer needs them.
-
     Args:
         tensors: tensors with the shapes and dtypes of those that arrive, except for the size of dim 1.
         tokens: number of tokens, the size of dim 1, that arrive at each step.
     """
+
+    # If each step allocated a new buffer, memory would grow while the host runs ahead of the GPU: up to torch 2.14,
+    # ProcessGroupNCCL calls `record_stream` on sent and received tensors, and the allocator reuses their memory only
+    # after the host has seen that the GPU no longer needs them.
 
     def __init__(self, tensors: Sequence[Tensor], tokens: Sequence[int]) -> None:
         self.tensors, self.tokens = tensors, list(tokens)
@@ -173,7 +172,6 @@ class ReceiveBuffers:
 
 @lru_cache(maxsize=256)
 def _byte_order(sizes: tuple[int, ...], element_sizes: tuple[int, ...]) -> list[int]:
-    """Returns the order of tensors in a buffer of bytes, from their sizes in bytes and their bytes per element."""
     # Tensors whose size is a multiple of the alignment come first, and so begin at aligned addresses. Wide dtypes come
     # before narrow ones, so that every tensor begins at a multiple of its element size.
     return sorted(range(len(sizes)), key=lambda i: (sizes[i] % ALIGNMENT > 0, -element_sizes[i]))
@@ -209,7 +207,6 @@ class Exchange(NamedTuple):
 
 
 def describe_messages(axis: Axis, send: FlatBuffers, receive: FlatBuffers) -> str:
-    """Describes messages by global ranks, for an error."""
     ranks = axis.ranks()
     sources, targets = ([ranks[peer] for peer in peers] for peers in (receive, send))
     return f"to receive from {sources} and send to {targets}"
@@ -254,17 +251,7 @@ LOST_PEER = re.compile(r"connect|peer|broken pipe|socket|remote process|abort", 
 
 
 def finish(works: Sequence[dist.Work], axis: Axis, describe: Callable[[], str]) -> None:
-    """Waits for all of `works`.
-
-    Args:
-        describe: returns a description of the operations for the error message.
-
-    Raises:
-        TimeoutError: the axis' time-out passed.
-        ConnectionError: a peer has closed its connection or is gone.
-        torch.AcceleratorError: an earlier kernel of this rank failed; no other rank is at fault.
-        RuntimeError: any other error of the backend, unchanged, such as a message of an unexpected size.
-    """
+    """Waits for all of `works`. Errors are those of `Exchange.wait`, with `describe` for the operations."""
     if not works:
         return
     try:
@@ -277,14 +264,7 @@ def finish(works: Sequence[dist.Work], axis: Axis, describe: Callable[[], str]) 
 
 
 def raise_peer_error(error: RuntimeError, axis: Axis, operations: str) -> None:
-    """Raises an error of communication with the cause and the ranks, if the cause is a lost or late peer.
-
-    Args:
-        operations: description of the operations that failed.
-
-    Raises:
-        TimeoutError, ConnectionError, torch.AcceleratorError: as `finish`.
-    """
+    """Raises the error of `finish` if the cause of a communication error is a lost or late peer, or a failed kernel."""
     if isinstance(error, torch.AcceleratorError):
         return  # CUDA reports an earlier kernel's error at the next call
     # NCCL may report a failed kernel of this rank as a communication error; the message below would blame a peer.

@@ -80,11 +80,7 @@ def _merge_rows(
 
 
 def fused_merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Merges (part_out, part_lse) into (out, lse) in place, for any strides. `merge_` checks the arguments.
-
-    Args:
-        out, lse: accumulators. No two of their elements may be at the same address, as in expanded tensors.
-    """
+    # `merge_` checks the arguments. No two elements of out or lse may be at the same address, as in expanded tensors.
     if out.numel() == 0:
         return
     batch, tokens, heads = (1,) * (3 - lse.ndim) + tuple(lse.shape)
@@ -110,5 +106,4 @@ def fused_merge_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -
 
 
 def _strides(x: Tensor, dims: int) -> tuple[int, ...]:
-    """Returns the strides of x as a tensor of `dims` dims, with missing leading dims of size 1."""
     return (0,) * (dims - x.ndim) + x.stride()

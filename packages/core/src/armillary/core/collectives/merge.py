@@ -104,12 +104,9 @@ def fused_kernel(device_type: str) -> MergeKernel | None:
 
 
 def trial_tensors(device_type: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns small tensors (out, lse, part_out, part_lse) for which Triton compiles a program that models use too.
-
-    These are models in bfloat16 with head dim 128, and tokens and heads in multiples of 16: Triton compiles a program
-    for each dtype and head dim, and others for arguments that 16 does not divide. As from flash attention, lse has
-    [B, H, T] in memory.
-    """
+    # Triton compiles a program for each dtype and head dim, and others for arguments that 16 does not divide. These
+    # tensors get the program of models in bfloat16 with head dim 128, and tokens and heads in multiples of 16. As from
+    # flash attention, lse has [B, H, T] in memory.
     tokens, heads, dim = 16, 16, 128
     out = torch.zeros(1, tokens, heads, dim, device=device_type)
     lse, part_lse = (torch.zeros(1, heads, tokens, device=device_type).transpose(1, 2) for _ in range(2))
@@ -127,7 +124,6 @@ def fuses(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> bool:
 
 
 def merge_by_ops_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Computes `merge_` with torch's ops, on any device."""
     # out += w (part_out - out) with w = e^part_lse / (e^lse + e^part_lse) = sigmoid(part_lse - lse).
     # If neither part has visible keys, -inf - -inf is NaN: w is then 0.
     weight = (part_lse - lse).sigmoid_().nan_to_num_(0.0)
@@ -139,18 +135,6 @@ def merge_by_ops_(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) 
 
 
 class _MergeScatter(torch.autograd.Function):
-    """The merge of attention over the keys of all ranks (step 4 of WallFacer), with its gradient.
-
-    out and lse are the merged result, out_r and lse_r the attention over the keys of rank r, w_r = exp(lse_r - lse) its
-    weight, and a . b the dot product over the head dim. The gradients of rank r are
-
-        d(out_r) = w_r d(out)
-        d(lse_r) = w_r (d(out) . out_r + d(lse) - d(out) . out)
-
-    Each rank has d(out), d(lse), out and lse of its own tokens only, and needs d(out), lse and d(lse) - d(out) . out of
-    all tokens. So backward gathers d(out), and the two numbers per row.
-    """
-
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, axis: Axis, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         merged_out, merged_lse = start_merge_scatter(out, lse, axis, sizes).wait()
@@ -162,7 +146,12 @@ class _MergeScatter(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (dout, dlse), (out, lse, merged_out, merged_lse), (axis, sizes) = grads, ctx.saved_tensors, ctx.call
-        # The two numbers per row: lse, and d(lse) - d(out) . out.
+        # out, lse: the merged result; out_r, lse_r: attention over the keys of rank r; w_r = exp(lse_r - lse): its
+        # weight; a . b: the dot product over the head dim. The gradients of rank r are
+        #     d(out_r) = w_r d(out)
+        #     d(lse_r) = w_r (d(out) . out_r + d(lse) - d(out) . out)
+        # Each rank has d(out), d(lse), out and lse of its own tokens only, and needs d(out) of all tokens and two
+        # numbers per row: lse, and d(lse) - d(out) . out.
         rows = torch.stack([merged_lse, dlse - (dout.to(lse.dtype) * merged_out).sum(-1)], dim=-1)
         with phase("backward"):  # both gathers are in flight together
             gathers = start_all_gather(dout, axis, sizes), start_all_gather(rows, axis, sizes)
@@ -174,7 +163,6 @@ class _MergeScatter(torch.autograd.Function):
 
 
 def merge(out: Tensor, lse: Tensor, axis: Axis, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns `start_merge_scatter(...).wait()`, differentiable."""
     if axis.size == 1:
         check_partial(out, lse, sizes)
         return out, lse
@@ -182,7 +170,6 @@ def merge(out: Tensor, lse: Tensor, axis: Axis, sizes: Sequence[int]) -> tuple[T
 
 
 def check_partial(out: Tensor, lse: Tensor, sizes: Sequence[int]) -> None:
-    """Raises ValueError unless `out` and `lse` fit each other and have sum(sizes) tokens."""
     if out.ndim != 4 or lse.shape != out.shape[:3] or lse.dtype != accumulation_dtype(out.dtype):
         raise ValueError(
             f"out {tuple(out.shape)} in {out.dtype} and lse {tuple(lse.shape)} in {lse.dtype} do not fit together; "

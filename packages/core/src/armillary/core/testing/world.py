@@ -112,7 +112,6 @@ class World:
         raise RankFailed(message)
 
     def close(self, kill: bool = False) -> None:
-        """Ends the ranks. A later `run` starts new ones."""
         for process, connection in self._ranks:
             connection.close()
             if kill:
@@ -169,7 +168,6 @@ class World:
         return f"{len(lines)} of {self.size} ranks failed\n" + "\n".join(lines)
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Returns the innermost Python frames of each of `ranks`, as text."""
         assert self._folder is not None
         for rank in ranks:
             pid = self._ranks[rank][0].pid
@@ -206,7 +204,6 @@ class Worlds:
         return self._worlds.setdefault(size, World(size))
 
     def close(self) -> None:
-        """Ends the ranks of all worlds."""
         for world in self._worlds.values():
             world.close()
 
@@ -249,7 +246,6 @@ def mesh(device: str = "cpu", **sizes: Any) -> DeviceMesh:
 
 
 def _answer(request: bytes) -> bytes:
-    """Calls the function. Returns ("ok", result, `group_count()`) or ("error", traceback), pickled."""
     try:
         function, args, kwargs = pickle.loads(request)
         return pickle.dumps(("ok", function(*args, **kwargs), group_count()))
@@ -258,5 +254,4 @@ def _answer(request: bytes) -> bytes:
 
 
 def group_count() -> int:
-    """Returns the number of process groups that this rank has created. torch names the next group by it."""
     return cast(Any, dist).distributed_c10d._world.group_count
