@@ -218,9 +218,7 @@ def check_beside(
 
 
 def local_of(x: DTensor, shares: Collection[str] = ()) -> Tensor:
-    """Returns this rank's shard of `x`, a local tensor.
-
-    Its gradient is placed like `x`, with `Replicate` instead of `Partial` as is torch's convention.
+    """Returns this rank's shard of `x`. Its gradient is placed like `x`, with `Replicate` for `Partial` as in torch.
 
     Args:
         shares: names of axes whose ranks use `x` for different tokens, rows or heads. If `x` is replicated there, each

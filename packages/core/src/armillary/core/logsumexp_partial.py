@@ -77,7 +77,6 @@ class LogSumExpPartial(Partial):
 
     @property
     def packed(self) -> bool:
-        """True if out and lse are one tensor."""
         return self.reduce_op == PACKED
 
     def __eq__(self, other: object) -> bool:
@@ -118,11 +117,7 @@ class LogSumExpPartial(Partial):
 
 
 def merge_scatter(out: Tensor, lse: Tensor, axis: Axis, sizes: Sequence[int] | None) -> tuple[DTensor, DTensor]:
-    """Redistributes out and lse from `LogSumExpPartial(packed=False)` on the axis to `Shard(1)`.
-
-    Raises:
-        ValueError: one of the two is a local tensor, or placements or sizes do not fit.
-    """
+    """Redistributes out and lse from `LogSumExpPartial(packed=False)` on the axis to `Shard(1)`."""
     placed = check_kinds({"out": out, "lse": lse})
     check_alike(placed)
     placed_out, placed_lse = placed.values()
@@ -164,11 +159,9 @@ def unpack_partial(packed: Tensor, dtype: torch.dtype | None = None) -> tuple[Te
 
 
 def merge_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Returns the merge of packed attention over disjoint keys, in the order of `parts`.
-
-    A row without visible keys does not change the result, even if its out is NaN.
-    """
-    # A weight of 0 would not suffice, because 0 * NaN is NaN: such rows become out = 0, lse = -inf first.
+    """Returns the merge of packed attention over disjoint keys, in the order of `parts`."""
+    # A row without visible keys must not change the result, even if its out is NaN. A weight of 0 would not suffice,
+    # because 0 * NaN is NaN: such rows become out = 0, lse = -inf first.
     empty_row = parts[0].new_zeros(parts[0].shape[-1])
     empty_row[-1] = -torch.inf
     result, *later_parts = (torch.where(partial[..., -1:] == -torch.inf, empty_row, partial) for partial in parts)
@@ -178,7 +171,6 @@ def merge_parts(parts: Sequence[Tensor]) -> Tensor:
 
 
 def check_packed(x: Tensor) -> None:
-    """Raises ValueError unless `x` can be (out, lse) packed along its last dim."""
     if not x.is_floating_point() or x.dtype != accumulation_dtype(x.dtype) or x.ndim < 2 or x.shape[-1] < 2:
         raise ValueError(
             f"{tuple(x.shape)} in {x.dtype} is not a packed (out, lse); pack_partial(out, lse) returns one"
@@ -186,7 +178,6 @@ def check_packed(x: Tensor) -> None:
 
 
 def check_op(op: object, placements: Sequence[Placement]) -> None:
-    """Raises OpRefused (a ValueError) with the op's name if one of the placements is a `LogSumExpPartial`."""
     partial = next((p for p in placements if isinstance(p, LogSumExpPartial)), None)
     if partial is not None:
         hint = "redistribute it first, to Replicate() or Shard(dim)" if partial.packed else "merge_scatter takes it"
@@ -194,13 +185,12 @@ def check_op(op: object, placements: Sequence[Placement]) -> None:
 
 
 def check_redistribution(x: DTensor, target: Sequence[Placement]) -> None:
-    """Raises ValueError if `x` is a `LogSumExpPartial`, and the result or gradient of `redistribute` would be wrong."""
     partials = [p for p in x.placements if isinstance(p, LogSumExpPartial)]
     if not partials:
         return
     if not partials[0].packed:
         raise ValueError(f"{describe(x)} is out or lse alone; merge_scatter(out, lse, axis) merges them")
-    if x.requires_grad:
+    if x.requires_grad:  # torch's backward would treat the placement as a sum
         raise ValueError(f"{describe(x)} {FORWARD_ONLY}")
     # A shard of the last dim would separate lse from its out.
     if any(getattr(p, "dim", None) == x.ndim - 1 for p in (*x.placements, *target)):

@@ -49,11 +49,7 @@ class TokenMove(NamedTuple):
     fill: float = 0
 
     def tokens(self, x: Tensor, dim: int) -> Tensor:
-        """Returns `x` with the tokens of `dim` on dim 0. If rows have different moves, they are flattened, row by row.
-
-        Raises:
-            ValueError: the numbers of tokens or rows are not those of the table.
-        """
+        """Returns `x` with the tokens of `dim` on dim 0, row by row. Raises ValueError if their number does not fit."""
         if self.rows > 1 and dim != FLAT and (dim != 1 or len(x) != self.rows):
             raise ValueError(
                 f"x {tuple(x.shape)}: segments of {self.rows} rows need {self.rows} rows on dim 0, and tokens on dim 1"
@@ -66,13 +62,12 @@ class TokenMove(NamedTuple):
         return tokens
 
     def flat(self, x: Tensor, dim: int) -> Tensor:
-        """Returns the same as `tokens`, but accepts any number of tokens."""
+        # `tokens` without its check; `by_row` is the inverse.
         if dim == FLAT:
             return x
         return x.movedim(dim, 0) if self.rows == 1 else x.flatten(0, 1)
 
     def by_row(self, tokens: Tensor, dim: int) -> Tensor:
-        """The inverse of `flat`."""
         if dim == FLAT:
             return tokens
         return tokens.movedim(0, dim) if self.rows == 1 else tokens.unflatten(0, (self.rows, -1))

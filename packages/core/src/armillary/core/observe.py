@@ -349,11 +349,7 @@ NO_SPAN: AbstractContextManager[None] = nullcontext()
 
 
 def record(axis: str, kind: str, nbytes: int, messages: int) -> TraceSpan | None:
-    """Records messages to other ranks in open ledgers and the trace, just before a primitive sends them.
-
-    Returns:
-        The span of the messages, which `end_span_on_wait` ends; None without an open trace.
-    """
+    """Records messages in open ledgers just before a primitive sends them. Returns their span in the open trace."""
     if CommLedger.opened:
         CommLedger.add(axis, kind, nbytes, messages)
     if Trace.current is None:
@@ -370,8 +366,6 @@ def end_span_on_wait(works: Sequence[dist.Work], span: TraceSpan | None) -> tupl
 
 @dataclass(frozen=True)
 class TracedWork:
-    """A work of torch.distributed whose `wait` ends a span."""
-
     work: dist.Work
     span: TraceSpan
 
@@ -385,12 +379,7 @@ class TracedWork:
 
 
 class Label(NamedTuple):
-    """The name of a computation.
-
-    Args:
-        name: such as "attention".
-        host: True if the tensors that the computation allocates are in host memory.
-    """
+    """The name of a computation. `host` is True if the tensors that it allocates are in host memory."""
 
     name: str
     host: bool = False
@@ -424,5 +413,4 @@ def label(name: str, *, host: bool = False) -> Generator[None]:
 
 
 def current_label() -> Label | None:
-    """Returns the innermost label of this thread."""
     return _current.get()

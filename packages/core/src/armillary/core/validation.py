@@ -120,14 +120,13 @@ def window_of(window: object) -> Window | None:
 def documents_of(documents: object, length: int | None = None) -> Boundaries | tuple[Boundaries, ...] | None:
     """Returns one tuple of boundaries for all rows of a batch, or a tuple of such tuples, one for each row.
 
-    A repeated boundary in a tensor or array is an empty document, with which libraries pad cu_seqlens to a fixed size:
-    it is left out. A tensor [B, n] has no other way to say that rows have different numbers of documents. In a list or
-    tuple, which needs no padding, it is an error.
-
     Raises:
         ValueError: boundaries that are not integers from 0 (to `length`, if given), that fall, or whose documents are
             all empty.
     """
+    # A repeated boundary in a tensor or array is an empty document, with which libraries pad cu_seqlens to a fixed
+    # size: it is left out. A tensor [B, n] has no other way to say that rows have different numbers of documents. In a
+    # list or tuple, which needs no padding, it is an error.
     if documents is None:
         return None
     values = _elements(documents)
@@ -142,11 +141,7 @@ def documents_of(documents: object, length: int | None = None) -> Boundaries | t
 
 
 def document_rows(documents: object, length: int) -> tuple[Boundaries, ...]:
-    """Returns the boundaries of each row, or a single entry that holds for all rows; without documents 0 and `length`.
-
-    Raises:
-        ValueError: as `documents_of`.
-    """
+    """Returns the boundaries of each row, or a single entry that holds for all rows; by default 0 and `length`."""
     rows = documents_of(documents, length)
     if rows is None:
         return ((0, length),)
@@ -154,14 +149,7 @@ def document_rows(documents: object, length: int) -> tuple[Boundaries, ...]:
 
 
 def boundaries_of(ends: object, length: int | None = None, *, repeats: bool = False) -> Boundaries:
-    """Returns the boundaries of one row.
-
-    Args:
-        repeats: True leaves out repeated boundaries; False refuses them.
-
-    Raises:
-        ValueError: as `documents_of`, or repeated boundaries.
-    """
+    """Returns the boundaries of one row. `repeats` leaves out repeated ones, which are refused otherwise."""
     values = ends if isinstance(ends, (tuple, list)) else ()
     ends_or_none = [end if type(end) is int else _as_int(end) for end in cast("Sequence[object]", values)]
     integers = [end for end in ends_or_none if end is not None]
@@ -179,7 +167,6 @@ def boundaries_of(ends: object, length: int | None = None, *, repeats: bool = Fa
 
 
 def _as_int(value: object) -> int | None:
-    """Returns `value` as an int, or None if it is not an integer."""
     if type(value) is int:
         return value
     if isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool or getattr(value, "ndim", 0):
@@ -191,7 +178,6 @@ def _as_int(value: object) -> int | None:
 
 
 def _elements(values: object) -> Sequence[object] | None:
-    """Returns the elements of a sequence, an array or a tensor; None for other values."""
     if isinstance(values, (tuple, list)):
         return cast("Sequence[object]", values)
     tolist = getattr(values, "tolist", None)
@@ -203,7 +189,6 @@ def _elements(values: object) -> Sequence[object] | None:
 
 
 def _format(value: object) -> str:
-    """Returns the value's repr on one line of at most 96 characters, for an error message."""
     text = f"tensor {value.tolist()}" if isinstance(value, Tensor) and value.numel() <= 8 else repr(value)
     text = " ".join(text.split())
     return text if len(text) <= 96 else f"{text[:93]}..."

@@ -285,12 +285,9 @@ def _check_groups(name: str, groups: int, heads: int) -> None:
 def trace_scan(
     layer: str, options: StateOptions, inputs: list[Tensor], initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Runs a call while a graph is traced, as an op. Returns (outputs [B, T, H, Dv], states [B, H, Dk, Dv]).
-
-    The ops check the call and run it as in eager mode. Masks and layouts are inputs of the graph, so one graph serves
-    all of them. The number of gathered elements depends on the mask, so it is a dynamic size, known only when the graph
-    runs.
-    """
+    """Runs a call while a graph is traced, as an op. Returns (outputs [B, T, H, Dv], states [B, H, Dk, Dv])."""
+    # The ops check the call and run it as in eager mode. Masks and layouts are inputs of the graph, so one graph serves
+    # all of them.
     layout, axis, mask, kernel, scale = options
     if mask is not None and not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
         raise ValueError(f"mask is a {type(mask).__name__}; an attention mask of documents or a tree is accepted")
@@ -302,19 +299,16 @@ def trace_scan(
 
 
 def _call(tensors: Sequence[Any], layer: str, *options: Any) -> ScanCall:
-    """Returns the checked call on the inputs of a layer and its initial state or None."""
     *inputs, initial_state = tensors
     return RECURRENCES[layer].checked_call(StateOptions(*options), *inputs, initial_state=initial_state)
 
 
 def _run_forward(tensors: Sequence[Tensor], *call: Any) -> list[Tensor]:
-    """Returns outputs, final states and gathered elements, which are empty on one rank."""
     out, final, gathered = _call(tensors, *call).forward(tensors)
     return [out, final, final.new_empty(0) if gathered is None else gathered]
 
 
 def _empty_outputs(inputs: Sequence[Tensor], layer: str) -> list[Tensor]:
-    """Returns empty tensors with the shapes and dtype of the outputs and the final states."""
     recurrence, dtype = RECURRENCES[layer], state_dtype(inputs)
     values, keys = inputs[recurrence.value_index], inputs[recurrence.key_index]
     batch, _, heads, width = values.shape
@@ -327,11 +321,11 @@ def _empty_outputs(inputs: Sequence[Tensor], layer: str) -> list[Tensor]:
 def _fake(tensors: Sequence[Tensor], layer: str, layout: None, axis: Axis | None, *_: Any) -> list[Tensor]:
     out, final = _empty_outputs(tensors[:-1], layer)
     is_local = axis is None or axis.size == 1
+    # The number of gathered elements depends on the mask: a dynamic size, known only when the graph runs.
     return [out, final, final.new_empty(0 if is_local else torch.library.get_ctx().new_dynamic_size())]
 
 
 def _run_backward(grads: Sequence[Tensor | None], saved: Sequence[Tensor], layer: str, *options: Any) -> list[Tensor]:
-    """Returns the gradients of the inputs, and of the initial state if there is one."""
     *tensors, gathered = saved
     output_grads = [
         torch.zeros_like(x) if grad is None else grad

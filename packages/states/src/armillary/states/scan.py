@@ -22,12 +22,7 @@ Gather = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 class ScanCall(NamedTuple):
-    """A checked call of a layer with a state.
-
-    Args:
-        make_operands: computes the operands from the inputs, in forward and again in backward.
-        axis: the sequence axis; None for one rank.
-    """
+    """A checked call of a layer with a state; `axis` is None on one rank."""
 
     make_operands: MakeOperands
     kernel: StateKernel
@@ -51,7 +46,6 @@ class ScanCall(NamedTuple):
     def backward(
         self, grads: Sequence[Tensor], inputs: Sequence[Tensor | None], gathered: Tensor | None
     ) -> list[Tensor | None]:
-        """Returns the gradients of the inputs from the gradients of outputs and states. Recomputes the chunks."""
         # All leaves require gradients, even if the caller needs none: the backward collective must run on every rank,
         # and autograd runs it only if the gathered states depend on a leaf that requires a gradient.
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
@@ -67,11 +61,12 @@ class ScanCall(NamedTuple):
 
 
 class Scan(torch.autograd.Function):
-    """The scan as one function. Saves its inputs and the gathered states, and recomputes everything else in backward.
+    """The scan as one function: (outputs [B, T, H, Dv], states after each row's last token [B, H, Dk, Dv]).
 
-    Because it is one function, every rank runs the backward collective, even if its loss depends on no other rank.
-    Returns (outputs [B, T, H, Dv], states after each row's last token [B, H, Dk, Dv]).
+    Saves its inputs and the gathered states, and recomputes everything else in backward.
     """
+
+    # Because it is one function, every rank runs the backward collective, even if its loss depends on no other rank.
 
     @staticmethod
     def forward(ctx: Any, call: ScanCall, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -88,8 +83,7 @@ class Scan(torch.autograd.Function):
 
 
 class _Regathered(torch.autograd.Function):
-    """All-gather in the recomputation: returns the elements that forward gathered; backward is a reduce-scatter."""
-
+    # All-gather in the recomputation: returns the elements that forward gathered; backward is a reduce-scatter.
     @staticmethod
     def forward(ctx: Any, x: Tensor, gathered: Tensor, axis: Axis, sizes: Sequence[int]) -> Tensor:
         ctx.call = axis, sizes
@@ -139,12 +133,9 @@ def _run(operands: Operands, kernel: StateKernel, plan: ScanPlan, gather: Gather
 def _exchange_states(
     leaving: Tensor, leaving_maps: Tensor, exchange: StateExchange, gather: Gather
 ) -> tuple[Tensor, Tensor]:
-    """Returns (for each dependent chunk the state that enters its tree, final states of all rows).
-
-    Args:
-        leaving: states after this rank's chunks, as if no state of another rank entered.
-        leaving_maps: for each dependent chunk the map from the state that enters its tree to the one after the chunk.
-    """
+    """Returns (for each dependent chunk the state that enters its tree, final states of all rows)."""
+    # `leaving` has the states after this rank's chunks, as if no state of another rank entered; `leaving_maps`, for
+    # each dependent chunk, the map from the state that enters its tree to the one after the chunk.
     # This rank sends its boundary states, and then the maps of those that depend on other ranks, as one flat tensor.
     own_tensors = [
         leaving.index_select(0, exchange.own_state_chunks),
@@ -173,12 +164,8 @@ def _exchange_states(
 
 
 def _follow(roots: Tensor, maps: Tensor, states: Tensor | None, forest: Forest) -> Tensor:
-    """Returns x [nodes, H, ...] with x[node] = maps[node] x[parent] + states[node], computed depth by depth.
-
-    Args:
-        roots: x of the roots.
-        maps, states: one for each node; those of roots are not read. states=None: zeros.
-    """
+    """Returns x [nodes, H, ...] with x[node] = maps[node] x[parent] + states[node], from the x of roots."""
+    # Maps and states of roots are not read.
     depths = [roots]
     # One `split` instead of a slice for each depth: backward of each slice would allocate a gradient of all nodes.
     maps_by_depth = maps.split(forest.sizes)[1:]
@@ -197,5 +184,4 @@ def _cut(x: Tensor, plan: ScanPlan) -> Tensor:
 
 
 def _device_type(inputs: Sequence[Tensor | None]) -> str:
-    """Returns the device type of the first input, for autocast."""
     return next(x.device.type for x in inputs if x is not None)

@@ -142,9 +142,7 @@ class RunChunks(NamedTuple):
 
     Args:
         size: tokens of a chunk; the last chunk of a run may have fewer.
-        runs: for each chunk the index of its run.
-        starts: for each chunk its first position.
-        parents: for each chunk its parent, or -1.
+        runs, starts, parents: for each chunk the index of its run, its first position and its parent, or -1.
         last_of_run: for each run of this rank its last chunk.
     """
 
