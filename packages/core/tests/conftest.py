@@ -1,27 +1,18 @@
-from collections.abc import Callable
-from math import prod
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
 
 import pytest
-import torch.distributed as dist
 from hypothesis import settings
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from armillary.core import build_mesh
+from armillary.core.testing import fake_world
 
 settings.register_profile("any machine", deadline=None)  # no test may depend on timing
 settings.load_profile("any machine")
 
 
 @pytest.fixture
-def fake_mesh() -> Callable[..., DeviceMesh]:
-    """Builds the mesh of one rank of many, on a process group that does not communicate.
-
-    The fixture that destroys all process groups of this process destroys it after the test.
-    """
-
-    def build(rank: int = 0, /, **axes: int) -> DeviceMesh:
-        dist.init_process_group("fake", rank=rank, world_size=prod(axes.values()), store=FakeStore())
-        return build_mesh("cpu", **axes)
-
-    return build
+def fake_mesh() -> Generator[Callable[..., DeviceMesh]]:
+    """Builds the mesh of one rank of many, on a process group that does not communicate."""
+    with ExitStack() as stack:
+        yield lambda *rank, **axes: stack.enter_context(fake_world(*rank, **axes))

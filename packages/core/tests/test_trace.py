@@ -33,19 +33,18 @@ def test_labels_and_spans_are_shown_while_a_trace_is_open(tmp_path: Path):
     with trace, span("again"):
         pass
     assert shown(trace) == [("attention", "label"), ("cell", "compute"), ("again", "compute")]
+    with trace, pytest.raises(ValueError, match="another trace is open"), Trace():
+        pass
+    assert Trace.current is None and Trace().events()
     trace.write(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert events == trace.events()
     assert [event["args"] for event in events if event["ph"] == "X"][1] == {"query": 1, "phase": "forward"}
 
 
-def test_one_trace_at_a_time():
-    with Trace(), pytest.raises(ValueError, match="another trace is open"), Trace():
-        pass
-    assert Trace.current is None and Trace().events()
-
-
 def test_concurrent_exchanges_have_separate_lanes():
+    work = LateWork()
+    assert end_span_on_wait([work], record("ring", "p2p", 1, 1)) == (work,)  # unchanged without a trace
     with Trace() as trace:
         works = [end_span_on_wait([LateWork()], record("ring", "p2p", size, 1)) for size in (1, 2)]
         works[0][0].wait()
@@ -72,8 +71,3 @@ def exchanged() -> list[tuple[str, str]]:
 def test_primitives_show_messages_in_flight_and_waits(worlds):
     expected = [("wait ring", "wait"), ("wait ring", "wait"), ("p2p", "exchange"), ("all_gather", "exchange")]
     assert worlds(2).run(exchanged) == [expected] * 2
-
-
-def test_without_a_trace_works_are_unchanged():
-    work = LateWork()
-    assert end_span_on_wait([work], record("ring", "p2p", 1, 1)) == (work,)
