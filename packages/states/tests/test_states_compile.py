@@ -30,58 +30,58 @@ def state_of(kind: str) -> torch.Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
-def compiled_and_eager() -> dict[str, bool]:
-    """Compares each kind of layer compiled and eager."""
+def is_same(function, compiled, tensors: list[torch.Tensor], *arguments: object) -> bool:
+    """Compares results, gradients and sent bytes of a compiled call with those of an eager one."""
+    results = []
+    for call in (function, compiled):
+        with CommLedger() as ledger:
+            out = call(*tensors, *arguments)
+            results.append((out, *torch.autograd.grad(out.square().sum(), tensors, allow_unused=True), ledger.entries))
+    *pairs, (eager_bytes, compiled_bytes) = zip(*results, strict=True)
+    return eager_bytes == compiled_bytes and all(a is b is None or relative_error(b, a) < 1e-12 for a, b in pairs)
+
+
+def compiled_layers() -> dict[str, bool]:
     torch._dynamo.reset()
     ring = mesh(ring=2)["ring"]
-    rank = Axis.of(ring).rank
     same, layouts = {}, [SequenceLayout.zigzag(LENGTH, 2), SequenceLayout([[range(5), range(20, 24)], [range(5, 20)]])]
     for i, (kind, name) in enumerate((kind, name) for kind, names in COMPILED.items() for name in names):
-        mask, layout, layer = MASKS[name], layouts[i % 2], layer_of(kind)
-        tensors = local_inputs(inputs_of(kind, LENGTH), layout, rank)
-        local_tensors = {name: x.requires_grad_() for name, x in tensors.items()}
-        initial = state_of(kind).requires_grad_()
+        layout, inputs = layouts[i % 2], inputs_of(kind, LENGTH)
+        options = {"layout": layout, "axis": ring, "mask": MASKS[name]}
 
-        def block(initial, local_tensors, layout=layout, mask=mask, layer=layer) -> torch.Tensor:
-            doubled = {name: 2 * x for name, x in local_tensors.items()}
-            out, final = layer(**doubled, layout=layout, axis=ring, mask=mask, initial_state=initial)
-            return (out * out).sum() + final.sin().sum()
+        def block(initial, *tensors, kind=kind, names=(*inputs,), options=options) -> torch.Tensor:
+            doubled = {name: 2 * x for name, x in zip(names, tensors, strict=True)}
+            out, final = layer_of(kind)(**doubled, **options, initial_state=initial)
+            return torch.cat([out.flatten(), final.sin().flatten()])
 
-        results = []
-        for function in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
-            with CommLedger() as ledger:
-                loss = function(initial, local_tensors)
-                grads = torch.autograd.grad(loss, [*local_tensors.values(), initial])
-            results.append(([loss, *grads], dict(ledger.entries)))
-        (eager, eager_bytes), (compiled, compiled_bytes) = results
-        errors = [relative_error(a, b) for a, b in zip(compiled, eager, strict=True)]
-        same[f"{kind} {name}"] = max(errors) < 1e-12 and eager_bytes == compiled_bytes and bool(eager_bytes)
+        local = local_inputs(inputs, layout, Axis.of(ring).rank).values()
+        tensors = [x.requires_grad_() for x in (state_of(kind), *local)]
+        compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+        same[f"{kind} {name}"] = is_same(block, compiled, tensors)
     return same
 
 
 def test_layers_are_in_the_graph(worlds):
-    for same in worlds(2).run(compiled_and_eager, timeout=300):
+    for same in worlds(2).run(compiled_layers, timeout=300):
         assert len(same) == 4 and all(same.values()), same
 
 
 def test_one_graph_of_layers_on_one_rank_serves_all_documents():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    inputs = {name: x.requires_grad_() for name, x in inputs_of("delta", LENGTH).items()}
+    inputs = inputs_of("delta", LENGTH)
 
-    def block(inputs, mask) -> torch.Tensor:
-        return gated_delta_rule(**inputs, mask=mask)[0].sin()
+    def block(*tensors) -> torch.Tensor:
+        *tensors, mask = tensors
+        return gated_delta_rule(**dict(zip(inputs, tensors, strict=True)), mask=mask)[0].sin()
 
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    compiled, tensors = torch.compile(block, backend="aot_eager", fullgraph=True), [*inputs.values()]
     for first in range(1, 4):
         mask = AttentionMask(documents=[0, first, LENGTH])
-        results = []
-        for function in (block, compiled):
-            out = function(inputs, mask)
-            results.append([out, *torch.autograd.grad(out.sum(), list(inputs.values()))])
-        assert all(relative_error(a, b) < 1e-12 for a, b in zip(*results, strict=True))
+        assert is_same(block, compiled, [x.requires_grad_() for x in tensors], mask)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert torch.equal(compiled({name: x.detach() for name, x in inputs.items()}, mask), out)  # without autograd
+    without_autograd = [x.detach() for x in tensors]
+    assert torch.equal(compiled(*without_autograd, mask), block(*without_autograd, mask))
 
 
 def test_wrong_arguments_raise_when_the_graph_runs():
@@ -163,13 +163,7 @@ def convolutions_and_shifts() -> dict[str, bool]:
         compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
         documents = {str(end): AttentionMask(documents=[0, end, LENGTH]) for end in (3, 12, 20)}
         for name, mask in ((documents if function is both else {}) | {"tree": MASKS["tree"]}).items():
-            results = []
-            for call in (function, compiled):
-                out = call(local_x, weight, mask)
-                results.append([out, *torch.autograd.grad(out.sum(), [local_x, weight], allow_unused=True)])
-            tensors = zip(*results, strict=True)
-            close = all(a is b is None or torch.allclose(a, b, rtol=1e-12, atol=1e-12) for a, b in tensors)
-            same[f"{function.__name__} {name}"] = close
+            same[f"{function.__name__} {name}"] = is_same(function, compiled, [local_x, weight], mask)
             if name == "20" and function is both:
                 same["one graph"] = torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     return same
