@@ -139,7 +139,6 @@ def uncut_documents(ring: RingShares) -> PositionRuns:
 
 
 def _stretched(ring: RingShares, leave_room: bool, use_zigzag: bool) -> list[LayoutWithCost]:
-    """Returns candidates of rising stretch, up to the first even one."""
     # A document on more ranks sends more, so the first even stretch is the last one tried.
     candidates, ranks, last_stretch = list[LayoutWithCost](), np.zeros(0), STRETCHES[0]
     for stretch in STRETCHES:

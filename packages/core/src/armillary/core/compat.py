@@ -40,7 +40,7 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
 
 
 def group_timeout(group: dist.ProcessGroup, device_type: str) -> timedelta | None:
-    """Returns the time-out configured for `group`; None if its backend has no options, as in fake groups."""
+    # The backends of fake groups have no options.
     options: Any = getattr(cast(Any, group)._get_backend(torch.device(device_type)), "options", None)
     return getattr(options, "_timeout", None)
 
@@ -101,7 +101,6 @@ def high_priority(timeout: timedelta, max_ctas: int | None = None) -> Any:
 
 
 def priority_options(group: dist.ProcessGroup, device_type: str) -> Any | None:
-    """Returns the options of a group that was created with those of `high_priority`; None for any other group."""
     if device_type != "cuda":
         return None
     options: Any = getattr(cast(Any, group)._get_backend(torch.device("cuda")), "options", None)
@@ -175,7 +174,7 @@ def flatten(mesh: DeviceMesh, axes: Sequence[str], name: str) -> DeviceMesh:
 
 
 def flatten_axes(axes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Returns the 1-D mesh over several 1-D slices of one mesh, with axes in the order of that mesh."""
+    # The axes are 1-D slices of one mesh, whose order the result has.
     root = cast(DeviceMesh, cast(Any, axes[0])._get_root_mesh())
     sliced = {name for axis in axes for name in axis.mesh_dim_names or ()}
     names = [name for name in root.mesh_dim_names or () if name in sliced]
@@ -210,7 +209,6 @@ def local_part(x: Tensor) -> Tensor:
 
 
 def to_local(x: DTensor, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-    """Returns `x.to_local(grad_placements=grad_placements)`, differentiably, for shards of any sizes."""
     if torch.compiler.is_compiling() or torch.__version__ >= "2.15":
         return x.to_local(grad_placements=grad_placements)
     return cast(Tensor, _ToLocal.apply(x, grad_placements))
@@ -392,12 +390,11 @@ def above_autograd() -> AbstractContextManager[Any]:
 
 
 def transforms_on() -> bool:
-    """Returns True inside a transform of torch.func (grad, vjp, jvp, vmap) or forward-mode AD."""
+    # Transforms of torch.func (grad, vjp, jvp, vmap), and forward-mode AD.
     return cast(Any, torch)._C._functorch.maybe_current_level() is not None or cast(Any, forward_ad)._current_level >= 0
 
 
 def is_transformed(x: Tensor) -> bool:
-    """Returns True if a transform of torch.func, or forward-mode AD, tracks `x`."""
     if cast(Any, torch)._C._functorch.is_functorch_wrapped_tensor(x):
         return True
     return cast(Any, forward_ad)._current_level >= 0 and cast(Any, forward_ad.unpack_dual(x)).tangent is not None
@@ -423,7 +420,6 @@ def no_view(x: Tensor) -> Tensor:
 
 
 def references(x: Tensor) -> tuple[int, int]:
-    """Returns (number of C++ references to the tensor, number of references to its storage)."""
     storage: Any = x.untyped_storage()
     return cast(Any, x)._use_count(), cast(Any, torch)._C._storage_Use_Count(storage._cdata)
 
@@ -476,7 +472,6 @@ def constant_when_traced(function: F) -> F:
 
 
 def with_dynamic_results(function: F) -> F:
-    """Returns a compiled function whose graphs may contain ops with results of data-dependent size."""
     # By default dynamo traces such ops only with `fullgraph=True`, and otherwise breaks the graph at them.
     import torch._dynamo
 

@@ -79,7 +79,6 @@ def chunk_sizes(length: int, *ranks: int) -> tuple[int, ...]:
 
 
 def local_length(x: DTensor | Placed, dim: int, mesh_dims: Iterable[int]) -> int:
-    """Returns the size of `dim` on this rank after these mesh dims have cut it."""
     length = x.shape[dim]
     for mesh_dim in mesh_dims:
         if x.placements[mesh_dim] == Shard(dim):
@@ -96,7 +95,6 @@ def sharding_axes(x: DTensor | Placed) -> frozenset[str]:
 
 
 def check_chunks(name: str, sizes: Sequence[int], expected: Sequence[int], axis: str) -> None:
-    """Raises ValueError unless the shard sizes over an axis are those of DTensor's chunks."""
     if tuple(sizes) != tuple(expected):
         raise ValueError(
             f"{name} {tuple(sizes)} over axis {axis!r} are not the shards of a DTensor, which cuts {sum(expected)} as "

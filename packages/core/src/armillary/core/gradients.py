@@ -68,7 +68,6 @@ def parameters_outside_fsdp(named_parameters: Iterable[tuple[str, Tensor]], rank
 
 
 def mesh_ranks(mesh: DeviceMesh) -> frozenset[int]:
-    """Returns the global ranks of a mesh."""
     return frozenset(mesh.mesh.flatten().tolist())
 
 

@@ -57,7 +57,6 @@ class PositionRuns:
         return cls.of(np.append(first[order], length), owner[order])
 
     def spans(self, shards: int) -> list[list[range]]:
-        """Returns the spans of each shard, in rising order."""
         lists: list[list[range]] = [[] for _ in range(shards)]
         for start, stop, owner in zip(self.ends.tolist(), self.ends[1:].tolist(), self.owners.tolist(), strict=False):
             lists[owner].append(range(start, stop))
@@ -66,7 +65,7 @@ class PositionRuns:
 
 @dataclass(frozen=True)
 class LayoutWithCost:
-    """A layout with its cost: load of the most loaded rank, and pairs of the rank that has most."""
+    """A layout with its cost: `pairs` are those of the rank that has most."""
 
     layout: PositionRuns
     unevenness: float
@@ -142,7 +141,6 @@ class RingShares:
         return self.profiles[document]
 
     def pairs_of_shards(self, layout: PositionRuns) -> Integers:
-        """Returns the pairs of each shard's queries, and of its keys: [2, shards]."""
         sizes = np.diff(self.pairs_before(layout.ends))
         pairs = np.zeros((2, self.shards), sizes.dtype)  # Python's integers for sequences of billions of tokens
         for side, side_sizes in zip(pairs, sizes, strict=True):

@@ -301,7 +301,6 @@ def start_process_group(
 
 
 def binds_device(bind: bool, with_gloo: bool) -> bool:
-    """Returns True if the default process group is bound to this rank's GPU."""
     # As `bind` asks for it, and always with a backend that binds itself. That one must be given the device: by default
     # it takes LOCAL_RANK's, but the caller may have chosen another.
     return (bind and not with_gloo) or compat.nccl_binds_devices()

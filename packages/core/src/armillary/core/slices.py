@@ -39,7 +39,7 @@ class Sliced(Protocol):
 
 
 def slice_array(slices: Iterable[Sequence[int | None]]) -> Slices:
-    """Returns the array of rows (q0, q1, k0, k1, low, high); None for `low` or `high` is an unbounded side."""
+    # None for `low` or `high` is an unbounded side.
     rows = [(*corners, -FAR if low is None else low, FAR if high is None else high) for *corners, low, high in slices]
     return np.array(rows, dtype=np.int64).reshape(-1, 6)
 

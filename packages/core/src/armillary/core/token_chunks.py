@@ -24,7 +24,6 @@ def chunks(tokens: int, size: int | None = None) -> list[slice]:
 
 
 def at_tokens(x: Tensor, tokens: slice) -> Tensor:
-    """Returns a view of x [B, T, ...] at a chunk of its tokens, or x itself if the chunk has all tokens."""
     return x if tokens == slice(0, x.shape[1]) else x[:, tokens]
 
 

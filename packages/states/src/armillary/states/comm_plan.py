@@ -152,7 +152,6 @@ def _halo_tokens(layout: SequenceLayout, rows: Sequence[Segments], left: int) ->
 
 
 def _all_to_all(counts: np.ndarray, token_bytes: int) -> Step:
-    """Returns a step in which rank a sends counts[a, b] tokens to rank b."""
     ranks: Sequence[int] = range(len(counts))
     payload = Payload(("x",), token_bytes)
     return Step((send_to_each("all_to_all", "ring", [ranks], payload, lambda a, b: int(counts[a, b])),))

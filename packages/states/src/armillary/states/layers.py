@@ -143,7 +143,6 @@ class StateOptions(NamedTuple):
 
 
 def delta_rule_call(options: StateOptions, *inputs: Tensor, initial_state: Tensor | None) -> ScanCall:
-    """Returns the checked call of `gated_delta_rule` on q, k, v, g, beta."""
     q, k, v, g, beta = inputs
     _check_dims(("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, None), ("beta", beta, 3))
     (batch, tokens, heads, _), key_heads, channels = v.shape, k.shape[2], k.shape[3]
@@ -162,7 +161,6 @@ def delta_rule_call(options: StateOptions, *inputs: Tensor, initial_state: Tenso
 
 
 def ssd_call(options: StateOptions, *inputs: Tensor, initial_state: Tensor | None) -> ScanCall:
-    """Returns the checked call of `ssd` on x, dt, A, Bm, Cm."""
     x, dt, A, Bm, Cm = inputs
     _check_dims(("x", x, 4), ("dt", dt, 3), ("A", A, 1), ("Bm", Bm, 4), ("Cm", Cm, 4))
     (batch, tokens, heads, width), groups, states = x.shape, Bm.shape[2], Bm.shape[3]

@@ -268,7 +268,7 @@ def _runs(layout: SequenceLayout, rows: tuple[Segments, ...]) -> list[ShardRun]:
 
 
 def _tree_roots(runs: Sequence[ShardRun]) -> list[int]:
-    """Returns for each run the first run of its tree, which is on the same rank."""
+    # A tree is on one rank: its root has no previous run, or one on another rank.
     roots = list[int]()
     for index, run in enumerate(runs):
         same_rank = run.previous != MISSING and runs[run.previous].rank == run.rank

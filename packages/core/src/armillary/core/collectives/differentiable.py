@@ -247,7 +247,6 @@ def merge_scatter(
 
 
 def _sizes(axis: Axis, sizes: Sequence[int] | None, tokens: int) -> Sequence[int]:
-    """Returns the number of tokens on each rank: `sizes`, checked, or by default `tokens` divided evenly."""
     if sizes is None:
         if tokens % axis.size:
             raise ValueError(
@@ -273,5 +272,5 @@ _traced_reduce_scatter = define_linear("reduce_scatter", _run_reduce_scatter, _r
 
 
 def _trace(op: Callable[..., Tensor], x: Tensor, axis: Axis, sizes: Sequence[int], dim: int, tokens: int) -> Tensor:
-    """Traces a collective whose result has `tokens` tokens into a graph of torch.compile."""
+    # `tokens` is the size of the result on `dim`.
     return x if axis.size == 1 else op(x, dim, tokens, traced_axis(axis), *sizes)

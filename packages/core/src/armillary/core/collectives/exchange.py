@@ -121,8 +121,7 @@ class FlatBuffer(NamedTuple):
 
 
 class ReceiveMemory(NamedTuple):
-    """A block of memory for received tensors: a uint8 tensor, and the newest buffer in it."""
-
+    # A block of memory, as uint8, and the newest buffer in it.
     memory: Tensor
     buffer: FlatBuffer
 
