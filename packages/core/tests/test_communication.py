@@ -12,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from core_cases import counted
 
 from armillary.core import (
     Axis,
-    CommLedger,
     FlatBuffer,
     ReceiveBuffers,
     build_mesh,
@@ -133,11 +133,12 @@ def test_duplicates_are_destroyed_with_their_mesh():
 
 
 def rotate() -> tuple[list[float], int]:
-    """Rotates two tensors of unequal sizes once around the ring."""
+    """Rotates two tensors of unequal sizes around the ring; then two ranks exchange a message without the others."""
     axis = Axis.of(mesh(ring=4)["ring"])
+    other_axis = axis.duplicate()  # connects both groups
     current = FlatBuffer.of([torch.full((2, 3 + axis.rank), float(axis.rank)), torch.full((1,), 10.0 + axis.rank)])
     values: list[float] = []
-    with CommLedger() as ledger:
+    with counted() as ledger:
         for step in range(4):
             owner = (axis.rank - step - 1) % 4
             received = FlatBuffer.like(current.tensors[:1], 3 + owner)
@@ -146,6 +147,11 @@ def rotate() -> tuple[list[float], int]:
             current = received
             assert torch.equal(current.tensors[0], torch.full((2, 3 + owner), float(owner)))
             values.append(current.tensors[1].item())
+    flat = FlatBuffer.of([torch.full((5,), 7.0)]) if axis.rank == 0 else FlatBuffer.like([torch.empty(5)])
+    with counted():
+        send, receive = ({peer: flat} if axis.rank == own_rank else {} for own_rank, peer in ((0, 2), (2, 0)))
+        start_exchange(other_axis, send, receive).wait()
+    assert axis.rank % 2 or (flat.tensors[0] == 7).all()
     return values, ledger.bytes(axis="ring", kind="p2p", phase="forward")
 
 

@@ -1,9 +1,11 @@
 """The differentiable primitives against one process with all data, in float64."""
 
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from core_cases import counted, each, merged_by_softmax, partial, random
 from torch import Tensor
 
@@ -21,7 +23,7 @@ from armillary.core import (
     start_reduce_scatter,
     start_scatter_parts,
 )
-from armillary.core.testing import mesh, relative_error
+from armillary.core.testing import Dispatched, mesh, relative_error
 
 EXACT = 1e-12
 B, H, D = 2, 6, 4
@@ -210,6 +212,35 @@ def single_calls() -> dict[str, bool]:
 def test_sums_parts_waits_and_defaults(worlds):
     for checks in worlds(4).run(single_calls):
         assert all(checks.values()), checks
+
+
+def ops_of_graphs() -> bool:
+    """Compares the ops of compiled graphs with eager calls."""
+    axis, results = Axis.of(mesh(ring=4)["ring"]), []
+    # torch.compile traces nothing under a dispatch mode, so the ops that it would put into a graph are called directly.
+    for in_graph in (True, False):
+        x, full = random(axis.rank, B, 3, D).requires_grad_(), random(9 + axis.rank, B, 12).requires_grad_()
+        with counted() as ledger:
+            with patch.object(torch.compiler, "is_compiling", return_value=in_graph):
+                calls = all_gather(x, axis), reduce_scatter(full, axis)
+            grads = torch.autograd.grad(calls, (x, full), [random(20 + axis.rank, *y.shape) for y in calls])
+        results.append((ledger.entries, *calls, *grads))
+    (traced_bytes, *traced), (eager_bytes, *eager) = results
+    return traced_bytes == eager_bytes and all(map(torch.equal, traced, eager))
+
+
+def test_ops_of_graphs_equal_eager_calls(worlds):
+    assert worlds(4).run(ops_of_graphs) == [True] * 4
+
+
+def sent_outside_the_ledger() -> tuple[dict, bool]:
+    with Dispatched() as dispatched, CommLedger() as ledger:
+        dist.all_reduce(torch.ones(3))
+    return dispatched.sent, Dispatched.of(ledger) == {}
+
+
+def test_the_dispatcher_sees_traffic_outside_the_ledger(worlds):
+    assert worlds(4).run(sent_outside_the_ledger) == [({"all_reduce": (18, 6)}, True)] * 4
 
 
 def alone() -> tuple[bool, int]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from core_cases import poisoned, random
+from core_cases import counted, poisoned, random
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
@@ -81,7 +81,7 @@ def differences(case: Case) -> list[str]:
     """Differences of a call from torch's redistribution, and of gradients for upstream gradients of all placements."""
     full, up = random(0, *case.shape), random(1, *case.shape)
     x, same = (place(full, case.over, case.before).requires_grad_() for _ in range(2))
-    with poisoned():
+    with counted():
         y = case.call(x)
     expected = same.redistribute(placements=case.after)
     ups = [place(up, case.over, case.after)]
