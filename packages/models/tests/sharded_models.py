@@ -15,17 +15,6 @@ LLAMA = LlamaConfig(vocab_size=11, dim=6, layers=2, heads=3, kv_heads=3, hidden_
 TIED = replace(LLAMA, tied_embeddings=True)
 GPT2 = GPTConfig(vocab_size=13, dim=6, layers=2, heads=3, max_positions=9)
 
-MESHES = {
-    "fsdp 4": {"shard": 4},
-    "hsdp 2x2": {"replicate": 2, "shard": 2},
-    "fsdp 2 of 4 ranks": {"shard": 2, "ring": 2},
-    "tp 4": {"tp": 4},
-    "fsdp 2 tp 2": {"shard": 2, "tp": 2},
-    "hsdp 2x2 tp 2": {"replicate": 2, "shard": 2, "tp": 2},
-    "fsdp 4 tp 2": {"shard": 4, "tp": 2},
-}
-"""Mesh axes; others have size 1."""
-
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_fc", "embed_tokens", "wte", "lm_head")
 COLUMNS = ("o_proj", "down_proj", "c_proj")
 """Linear layers that tensor parallelism shards by outputs, and those that it shards by inputs."""

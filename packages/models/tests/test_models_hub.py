@@ -1,4 +1,4 @@
-"""Weight folders: round trips, Hugging Face's names, and several files."""
+"""Weight folders on one rank: round trips, files and index, tokenizer files, failed and killed saves."""
 
 import json
 from dataclasses import replace
@@ -7,25 +7,34 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from hub_folders import SMALL, attend, build, edit_tensors, same, split
-from safetensors.torch import load_file
+from hub_folders import HYBRID, SMALL, attend, build, edit_config, edit_tensors, same
+from safetensors.torch import load_file, save_file
 
-from armillary.models import Llama, pretrained_config
+from armillary.models import GPT, GPTConfig, Llama, initialize, pretrained_config
+from armillary.models.hub import write as files
 from armillary.models.parts import tensor_bytes
 
-NAMES = {
-    "model.embed_tokens.weight": (11, 8),
-    "model.norm.weight": (8,),
-    "lm_head.weight": (11, 8),
-    **{f"model.layers.{i}.self_attn.q_proj.weight": (12, 8) for i in range(2)},
-    **{f"model.layers.{i}.self_attn.k_proj.weight": (6, 8) for i in range(2)},
-    **{f"model.layers.{i}.self_attn.v_proj.weight": (6, 8) for i in range(2)},
-    **{f"model.layers.{i}.self_attn.o_proj.weight": (8, 12) for i in range(2)},
-    **{f"model.layers.{i}.mlp.{kind}_proj.weight": (12, 8) for i in range(2) for kind in ("gate", "up")},
-    **{f"model.layers.{i}.mlp.down_proj.weight": (8, 12) for i in range(2)},
-    **{f"model.layers.{i}.input_layernorm.weight": (8,) for i in range(2)},
-    **{f"model.layers.{i}.post_attention_layernorm.weight": (8,) for i in range(2)},
-}
+GPT_SMALL = GPTConfig(vocab_size=13, dim=8, layers=2, heads=2, max_positions=16)
+LIMIT = 600
+"""Bytes of a file, enough for several tensors of SMALL, and slightly too few for the largest."""
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def described(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def gpt() -> GPT:
+    model = GPT(GPT_SMALL)
+    initialize(model, 0)
+    return model
 
 
 @pytest.fixture
@@ -34,15 +43,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("config", [SMALL, replace(SMALL, tied_embeddings=True)], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [(SMALL, torch.float32), (replace(SMALL, tied_embeddings=True), torch.bfloat16), (HYBRID, torch.float64)],
+    ids=["untied", "tied", "hybrid"],
+)
 def test_a_round_trip_keeps_config_bits_and_dtype(tmp_path, config, dtype):
-    model = build(config, dtype)
+    model, ids = build(config, dtype), torch.arange(6)[None]
     model.save_pretrained(tmp_path / "new" / "folder")
     loaded = Llama.from_pretrained(tmp_path / "new" / "folder", attend)
-    ids = torch.arange(6)[None]
-    assert loaded.config == config
-    assert same(loaded, model)
+    assert loaded.config == config and same(loaded, model)
     assert {parameter.dtype for parameter in loaded.parameters()} == {dtype}
     assert torch.equal(loaded(ids), model(ids))
 
@@ -60,34 +70,6 @@ def test_files_equal_those_of_the_safetensors_library():
     assert content == safetensors.torch.save(contiguous, {"format": "pt"})
 
 
-def test_names_and_shapes_equal_hugging_faces(folder):
-    tensors = load_file(folder / "model.safetensors")
-    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == NAMES
-    build(replace(SMALL, tied_embeddings=True)).save_pretrained(folder)
-    assert load_file(folder / "model.safetensors").keys() == NAMES.keys() - {"lm_head.weight"}
-
-
-def test_config_fields_have_hugging_faces_names(folder):
-    fields = json.loads((folder / "config.json").read_text())
-    expected = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 11,
-        "hidden_size": 8,
-        "intermediate_size": 12,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 6,
-        "rms_norm_eps": 1e-4,
-        "rope_theta": 777.0,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    }
-    assert {name: fields[name] for name in expected} == expected
-
-
 def test_loaded_weights_can_be_trained_and_saved_to_the_same_folder(folder):
     model = Llama.from_pretrained(folder, attend)
     model(torch.arange(6)[None]).logsumexp(-1).sum().backward()
@@ -97,35 +79,168 @@ def test_loaded_weights_can_be_trained_and_saved_to_the_same_folder(folder):
     assert not same(model, build())
 
 
-def test_an_index_of_several_files_is_read(folder):
-    split(folder)
-    assert same(Llama.from_pretrained(folder, attend), build())
-
-
-def test_saving_keeps_unrelated_files_and_removes_temporary_ones(folder):
-    (folder / "tokenizer.json").write_text("{}")
-    build(dtype=torch.bfloat16).save_pretrained(folder)
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
-    assert (folder / "tokenizer.json").read_text() == "{}"
-
-
-def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
-    def fail(tensors, metadata):
-        yield b"half"
-        raise OSError("disk full")
-
-    monkeypatch.setattr("armillary.models.hub.write.tensor_bytes", fail)
-    with pytest.raises(OSError, match="disk full"):
-        build(dtype=torch.bfloat16).save_pretrained(folder)
-    assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
-    assert same(Llama.from_pretrained(folder, attend), build())
-
-
-def test_rope_frequencies_in_old_folders_are_ignored(folder):
+def test_old_and_incomplete_folders_are_read(folder):
+    """Old folders have RoPE's frequencies. A folder without weights has the sizes of its config."""
     edit_tensors(folder, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(3)})
     assert same(Llama.from_pretrained(folder, attend), build())
-
-
-def test_a_folder_without_weights_has_the_sizes_of_its_config(folder):
     (folder / "model.safetensors").unlink()
     assert pretrained_config(folder) == SMALL
+
+
+# -- files and index --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [200, LIMIT, 10**6])
+def test_files_and_index_equal_those_of_transformers(tmp_path, limit):
+    """transformers orders the tensors of a block differently, so the expected index comes from its own save."""
+    hub = pytest.importorskip("huggingface_hub")
+    model = build()
+    model.save_pretrained(tmp_path, max_file_bytes=limit)
+    expected = hub.split_torch_state_dict_into_shards(dict(model.state_dict()), max_shard_size=limit)
+    tensors = {path.name: load_file(path) for path in tmp_path.glob("*.safetensors")}
+    assert {file: set(of_file) for file, of_file in tensors.items()} == {
+        file: set(of_file) for file, of_file in expected.filename_to_tensors.items()
+    }
+    for of_file in tensors.values():
+        assert len(of_file) == 1 or sum(tensor.nbytes for tensor in of_file.values()) <= limit
+    assert (len(tensors) > 1) == expected.is_sharded == (tmp_path / files.INDEX).exists() == (limit < 10**4)
+    if expected.is_sharded:
+        index = json.loads((tmp_path / files.INDEX).read_text())
+        assert index == {"metadata": expected.metadata, "weight_map": expected.tensor_to_filename}
+    if limit == LIMIT:
+        reference = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(tmp_path)
+        reference.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
+        assert same(Llama.from_pretrained(tmp_path / "theirs"), model)
+
+
+@pytest.mark.parametrize("model, first, second", [(gpt, 10**6, LIMIT), (build, LIMIT, 10**6), (build, 300, LIMIT)])
+def test_a_save_removes_the_previous_weights_and_nothing_else(tmp_path, model, first, second):
+    model().save_pretrained(tmp_path, max_file_bytes=first)
+    (tmp_path / "model-00001-of-00077.safetensors.partial").write_text("of a save that was killed")
+    others = {"notes.safetensors": "somebody else's", "tokenizer.json": "{}"}
+    for name, text in others.items():
+        (tmp_path / name).write_text(text)
+    model().save_pretrained(tmp_path, max_file_bytes=second)
+    model().save_pretrained(tmp_path / "fresh", max_file_bytes=second)
+    assert names(tmp_path) - {*others, "fresh"} == names(tmp_path / "fresh")
+    assert all((tmp_path / name).read_text() == text for name, text in others.items())
+    assert same(type(model()).from_pretrained(tmp_path), model())
+
+
+def test_a_broken_index_is_replaced(tmp_path):
+    for index in ("[]", '{"weight_map": [1]}', '{"weight_map": {"a": 5}}', "nothing"):
+        (tmp_path / files.INDEX).write_text(index)
+        (tmp_path / "notes.safetensors").write_text("of somebody else")
+        build().save_pretrained(tmp_path)
+        assert same(Llama.from_pretrained(tmp_path, attend), build()), index
+        assert not (tmp_path / files.INDEX).exists() and (tmp_path / "notes.safetensors").exists()
+
+
+@pytest.mark.parametrize("failing", ["model-00002", "tokenizer.json", "config.json"])
+def test_a_failed_save_leaves_the_old_folder(tmp_path, monkeypatch, failing):
+    build().save_pretrained(tmp_path / "old", max_file_bytes=LIMIT)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    before, plainly = contents(tmp_path / "old"), files.write_partial
+
+    def full(path, pieces):
+        plainly(path, pieces)
+        if path.name.startswith(failing):
+            raise OSError("disk full")
+
+    monkeypatch.setattr(files, "write_partial", full)
+    with pytest.raises(OSError, match="disk full"):
+        build(dtype=torch.bfloat16).save_pretrained(tmp_path / "old", tmp_path / "source", max_file_bytes=500)
+    assert contents(tmp_path / "old") == before
+
+
+@pytest.mark.parametrize("limit", [LIMIT, 10**6])
+def test_a_save_killed_during_its_commit_is_never_read_as_a_mixture(tmp_path, monkeypatch, limit):
+    """After each step the folder is the old one, the new one, or refused."""
+    old, new = build(), build()
+    with torch.no_grad():
+        for parameter in new.parameters():
+            parameter.add_(1)
+    replace_by_partial = files.replace_by_partial
+    for killed_at in range(8):
+        old.save_pretrained(tmp_path, max_file_bytes=LIMIT)
+        steps = iter(range(100))
+
+        def rename_or_die(path, steps=steps, killed_at=killed_at):
+            if next(steps) == killed_at:
+                raise KeyboardInterrupt
+            replace_by_partial(path)
+
+        monkeypatch.setattr(files, "replace_by_partial", rename_or_die)
+        with pytest.raises(KeyboardInterrupt):
+            new.save_pretrained(tmp_path, max_file_bytes=limit)
+            raise KeyboardInterrupt
+        monkeypatch.setattr(files, "replace_by_partial", replace_by_partial)
+        try:
+            loaded = Llama.from_pretrained(tmp_path, attend)
+        except ValueError:
+            continue
+        assert same(loaded, old) or same(loaded, new)
+
+
+# -- tokenizer files --------------------------------------------------------------------------------------------------
+
+TOKENIZER = {"tokenizer.json": "{1}", "tokenizer.model": "2", "chat_template.jinja": "3", "generation_config.json": "4"}
+
+
+def test_tokenizer_and_special_tokens_are_copied_from_the_source(tmp_path):
+    source = tmp_path / "source"
+    build().save_pretrained(source)
+    edit_config(source, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=0, initializer_range=0.01, rope_theta=9.0)
+    for name, text in TOKENIZER.items():
+        (source / name).write_text(text)
+    (source / "pytorch_model.bin").write_text("not taken along")
+    model, saved_names = Llama.from_pretrained(source, attend), {"config.json", "model.safetensors", *TOKENIZER}
+
+    model.save_pretrained(tmp_path / "copy")
+    assert names(tmp_path / "copy") == saved_names
+    assert all((tmp_path / "copy" / name).read_text() == text for name, text in TOKENIZER.items())
+    fields = described(tmp_path / "copy")
+    field_names = ("bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "rope_theta")
+    assert [fields[name] for name in field_names] == [1, [2, 3], 0, 0.01, 9.0]
+
+    build().save_pretrained(tmp_path / "other", source)  # another source changes no weight and no size
+    assert names(tmp_path / "other") == saved_names
+    assert described(tmp_path / "other")["rope_theta"] == SMALL.rope_theta
+    assert described(tmp_path / "other")["bos_token_id"] == 1
+
+    model.save_pretrained(source)  # the folder itself
+    assert names(source) == {"pytorch_model.bin", *saved_names}
+    assert described(source)["eos_token_id"] == [2, 3]
+    source.rename(tmp_path / "moved")
+    model.save_pretrained(tmp_path / "without")
+    assert names(tmp_path / "without") == {"config.json", "model.safetensors"}
+    assert described(tmp_path / "without")["bos_token_id"] is None
+
+
+# -- dtypes and GPT-2's files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [build, gpt])
+def test_weights_are_rounded_on_saving_and_loading(tmp_path, model):
+    full = model()
+    full.save_pretrained(tmp_path / "small", dtype=torch.bfloat16)
+    full.save_pretrained(tmp_path / "large")
+    saved = type(full).from_pretrained(tmp_path / "small")
+    read = type(full).from_pretrained(tmp_path / "large", dtype=torch.bfloat16)
+    assert same(saved, read) and same(saved, model().bfloat16())
+    assert described(tmp_path / "small")["torch_dtype"] == "bfloat16"
+    assert described(tmp_path / "large")["torch_dtype"] == "float32"
+
+
+def test_gpt2_is_read_with_and_without_its_prefix_and_with_old_buffers(folder):
+    gpt().save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["transformer.h.0.attn.c_attn.weight"].shape == (8, 24)
+    for i in range(2):
+        tensors[f"transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
+        tensors[f"transformer.h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    for prefix in ("transformer.", ""):
+        renamed = {name.replace("transformer.", prefix): tensor for name, tensor in tensors.items()}
+        save_file(renamed, folder / "model.safetensors")
+        assert same(GPT.from_pretrained(folder), gpt()), prefix

@@ -75,11 +75,13 @@ def test_logits_equal_those_of_transformers_in_both_directions(case, tmp_path):
     kind, config = CASES[case]
     model = build(config)
     model.save_pretrained(tmp_path / "ours")
-    assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == kind
+    fields = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert fields["model_type"] == kind
 
     reference, loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", attn_implementation="eager", output_loading_info=True
     )
+    assert fields["architectures"] == [type(reference).__name__]
     assert not any(loaded[fault] for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         expected, result = reference.eval()(IDS).logits, model(IDS)
@@ -89,15 +91,3 @@ def test_logits_equal_those_of_transformers_in_both_directions(case, tmp_path):
     reloaded = type(model).from_pretrained(tmp_path / "theirs")
     assert reloaded.config == config
     assert torch.equal(reloaded(IDS), result)
-
-
-def test_every_option_changes_the_logits():
-    """Logits change without the option, so equal logits prove that it is read and written."""
-    plain = {"rope_scaling": None, "window": None, "window_from": 0, "norm_eps": 1e-5}
-    for case, (_, config) in CASES.items():
-        changed = {name for name, value in plain.items() if getattr(config, name, value) != value} - {"window_from"}
-        for name in changed if isinstance(config, LlamaConfig) else ():
-            model = build(config)
-            other = Llama(replace(config, **{name: plain[name], **({"window_from": 0} if name == "window" else {})}))
-            other.load_state_dict(model.state_dict())
-            assert relative_error(other(IDS), model(IDS)) > 1e-3, (case, name)
