@@ -1,26 +1,16 @@
 """Small models, and edits that break their folders."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from armillary.models import Llama, LlamaConfig, StateConfig, initialize
+from armillary.models import Llama, LlamaConfig, initialize
 
 SMALL = LlamaConfig(
     vocab_size=11, dim=8, layers=2, heads=2, kv_heads=1, hidden_dim=12, head_dim=6, norm_eps=1e-4, rope_theta=777.0
-)
-HYBRID = replace(
-    SMALL,
-    layers=5,
-    qk_norm=True,
-    window=9,
-    window_from=3,
-    mixers=("delta_rule", "mamba2", "attention"),
-    states=StateConfig(heads=4, key_heads=2, key_dim=6, value_dim=5),
 )
 
 

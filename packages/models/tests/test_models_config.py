@@ -1,35 +1,44 @@
-"""Model configs: refusals, parameter counts and FLOPs."""
+"""Model configs: presets, parameter counts and FLOPs."""
 
+import json
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from hybrid_models import HYBRID
 
 from armillary.attention import AttentionMask
-from armillary.models import GPTConfig, Llama, LlamaConfig
-from armillary.models.parts import meta_model, parameter_shapes
+from armillary.models import GPTConfig, LlamaConfig
+from armillary.models.parts import hub, meta_model, parameter_shapes
 
 DEBUG = LlamaConfig.debug()
 
 
-def count_parameters(config: LlamaConfig) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Llama(config).parameters())
+PRESETS = {
+    LlamaConfig.debug: 804_224,
+    LlamaConfig.llama2_7b: 6_738_415_616,
+    LlamaConfig.llama3_8b: 8_030_261_248,
+    LlamaConfig.llama31_8b: 8_030_261_248,
+    LlamaConfig.llama3_70b: 70_553_706_496,
+    LlamaConfig.mistral_7b: 7_241_732_096,
+    LlamaConfig.qwen3_32b: 32_762_123_264,
+    GPTConfig.gpt2: 124_439_808,
+    GPTConfig.gpt2_medium: 354_823_168,
+    GPTConfig.gpt2_large: 774_030_080,
+    GPTConfig.gpt2_xl: 1_557_611_200,
+    GPTConfig.wallfacer_3b: 2_626_613_248,
+    GPTConfig.wallfacer_7b: 6_654_210_048,
+}
+"""Published numbers of parameters."""
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        DEBUG,
-        replace(DEBUG, tied_embeddings=True),
-        replace(DEBUG, head_dim=32, kv_heads=1, layers=1),
-        replace(DEBUG, qkv_bias=True),
-        replace(DEBUG, qk_norm=True, out_bias=True, mlp_bias=True),
-    ],
-)
-def test_parameter_counts_match_the_module(config):
-    assert config.parameters() == count_parameters(config)
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.__name__)
+def test_presets_have_the_published_sizes_and_survive_a_folder(preset, tmp_path):
+    config = preset()
+    assert config.parameters() == PRESETS[preset]
+    (tmp_path / "config.json").write_text(json.dumps(hub.describe(config, torch.bfloat16)))
+    assert hub.read_config(tmp_path, type(config)) == config
 
 
 # -- floating-point operations ------------------------------------------------------------------------------------
@@ -64,16 +73,39 @@ def test_head_dim_follows_from_the_width_by_default():
     assert replace(DEBUG, head_dim=64).head_dim == 64
 
 
+def test_flops_count_states_and_attention_layers_only():
+    attention = replace(HYBRID, mixers=("attention",), states=None)
+    without_weights = [
+        config.flops_per_token(64) - 6 * (config.parameters() - 37 * 32) for config in (HYBRID, attention)
+    ]
+    assert without_weights[0] < without_weights[1]
+    rates = [HYBRID.flops_per_token(n) for n in (1000, 2000, 3000)]
+    assert rates[2] - rates[1] == pytest.approx(rates[1] - rates[0])
+    assert rates[1] - rates[0] == pytest.approx(12 * 500 * 64)  # one attention layer
+
+
+# -- parameters ---------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     "config",
     [
         DEBUG,
         replace(DEBUG, tied_embeddings=True, layers=12, window=5, window_from=11),
+        replace(DEBUG, head_dim=32, kv_heads=1, layers=1),
         replace(DEBUG, qk_norm=True, qkv_bias=True, out_bias=True, mlp_bias=True, layers=1),
         GPTConfig(dim=8, layers=11, heads=2, vocab_size=7, max_positions=9),
+        replace(HYBRID, layers=8),
+        replace(HYBRID, layers=8, tied_embeddings=True),
     ],
 )
-def test_shapes_match_the_module(config):
+def test_shapes_and_parameter_counts_match_the_module(config):
     expected = {name: tuple(tensor.shape) for name, tensor in meta_model(config).state_dict().items()}
     assert parameter_shapes(meta_model, config) == expected
     assert sum(map(math.prod, expected.values())) == config.parameters()
+
+
+def test_mixers_alternate():
+    config = replace(HYBRID, layers=8)
+    assert config.mixer_counts() == {"delta_rule": 3, "mamba2": 3, "attention": 2}
+    assert [config.mixer_of(i) for i in range(4)] == ["delta_rule", "mamba2", "attention", "delta_rule"]

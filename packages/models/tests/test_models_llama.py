@@ -1,16 +1,18 @@
-"""LLaMA on one device: positions, heads, gradients and the output head."""
+"""LLaMA and GPT on one device: positions, heads, windows, documents, gradients and the output head."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from dense_attention import DenseAttention
+from hybrid_models import HYBRID
 
 from armillary.attention import AttentionMask
 from armillary.core import SequenceLayout
 from armillary.core.testing import relative_error
-from armillary.models import Llama, LlamaConfig, initialize, token_loss
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, token_loss
 
 N = 24
 SMALL = LlamaConfig(vocab_size=50, dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, rope_theta=10_000.0)
@@ -64,31 +66,20 @@ def textbook(model: Llama, tokens: torch.Tensor) -> torch.Tensor:
     return norm(x, "model.norm.weight") @ model.head_weight.T
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 2), (4, 1)])
-def test_logits_match_the_textbook(heads, kv_heads):
-    model = build(replace(SMALL, heads=heads, kv_heads=kv_heads, head_dim=8))
-    assert relative_error(model(ids()), textbook(model, ids())) < 1e-12
+@pytest.mark.parametrize("heads, kv_heads, tied", [(4, 4, False), (6, 2, True), (4, 1, False)])
+def test_logits_and_gradients_equal_the_textbooks(heads, kv_heads, tied):
+    model = build(replace(SMALL, heads=heads, kv_heads=kv_heads, head_dim=8, tied_embeddings=tied))
+    tokens, labels = ids(), ids().roll(-1, 1)
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    logits, expected = model(tokens), textbook(model, tokens)
+    assert relative_error(logits, expected) < 1e-12
+    result = torch.autograd.grad(token_loss(logits, labels)[0], parameters)
+    exact = torch.autograd.grad(F.nll_loss(expected.log_softmax(-1).mT, labels, reduction="sum"), parameters)
+    for name, gradient, of_textbook in zip(names, result, exact, strict=True):
+        assert gradient.any() and relative_error(gradient, of_textbook) < 1e-10, name
 
 
-def test_each_query_head_reads_the_key_head_of_its_group():
-    """Zeroing the values of one key/value head zeroes exactly the query heads of its group."""
-    masks = []
-
-    def spy(q, k, v, *, mask, layout):
-        masks.append(DenseAttention(torch.arange(N))(q, k, v, mask=mask, layout=layout))
-        return masks[-1]
-
-    model = build(replace(SMALL, heads=6, kv_heads=3, head_dim=8), attention=spy)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight[8:16] = 0
-    model(ids())
-    silent = [h for h in range(6) if not masks[0][:, :, h].any()]
-    assert silent == [2, 3]
-
-
-@pytest.mark.parametrize(
-    "layout", [SequenceLayout.zigzag(N, 2), SequenceLayout.striped(N, 3), SequenceLayout.zigzag(N, 5)]
-)
+@pytest.mark.parametrize("layout", [SequenceLayout.striped(N, 3), SequenceLayout.zigzag(N, 5)])
 def test_logits_follow_the_order_of_the_tokens(layout):
     order = torch.cat([layout.positions(shard) for shard in range(layout.shards)])
     tokens = ids()
@@ -102,14 +93,9 @@ def test_attention_is_local_by_default():
     mask = AttentionMask(causal=True, window=(5, None), documents=[0, 7, 13, N])
     assert relative_error(local(ids()), model(ids())) < 1e-12
     assert relative_error(local(ids(), mask=mask), model(ids(), mask=mask)) < 1e-12
-
-
-def test_a_single_shard_needs_no_positions():
-    layout = SequenceLayout([[range(10, N), range(10)]])
-    model = Llama(SMALL).double()
-    model.load_state_dict(build().state_dict())
+    layout = SequenceLayout([[range(10, N), range(10)]])  # a single shard needs no positions
     order = layout.positions(0)
-    assert relative_error(model(ids()[:, order], layout=layout), model(ids())[:, order]) < 1e-12
+    assert relative_error(local(ids()[:, order], layout=layout), local(ids())[:, order]) < 1e-12
 
 
 def test_positions_start_at_zero_and_only_distances_matter():
@@ -120,41 +106,28 @@ def test_positions_start_at_zero_and_only_distances_matter():
     assert relative_error(model(tokens, positions=2 * torch.arange(N)), logits) > 1e-2
 
 
-def test_a_token_does_not_change_earlier_logits():
-    model, tokens = build(), ids()
-    changed = tokens.clone()
-    changed[:, 10] = (changed[:, 10] + 1) % SMALL.vocab_size
-    moved = (model(tokens) - model(changed)).abs().amax(dim=(0, 2)) > 1e-9
-    assert moved.tolist() == [False] * 10 + [True] * (N - 10)
+def test_each_layer_gets_the_layout_and_the_smaller_of_its_window_and_the_masks():
+    layout, calls = SequenceLayout.contiguous(N, 1), []
 
-
-def test_every_layer_receives_mask_and_layout():
-    calls = []
-    dense = DenseAttention(torch.arange(N))
-
-    def spy(q, k, v, *, mask, layout):
+    def record(q, k, v, *, mask, layout):
         calls.append((mask, layout))
-        return dense(q, k, v, mask=mask, layout=layout)
+        return q
 
-    model = build(attention=spy)
-    mask, layout = AttentionMask(causal=False), SequenceLayout.contiguous(N, 1)
-    model(ids(), mask=mask, layout=layout)
-    model(ids())
-    assert calls == [(mask, layout)] * SMALL.layers + [(AttentionMask(causal=True), None)] * SMALL.layers
+    def masks_of_layers(mask, **window):
+        calls.clear()
+        build(replace(SMALL, layers=3, **window), attention=record)(ids(), mask=mask, layout=layout)
+        assert all(given is layout for _, given in calls)
+        return [given for given, _ in calls]
 
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_every_parameter_gets_the_gradient_of_the_textbook(tied):
-    model, tokens = build(replace(SMALL, tied_embeddings=tied)), ids()
-    labels = tokens.roll(-1, 1)
-    names, parameters = zip(*model.named_parameters(), strict=True)
-    result = torch.autograd.grad(token_loss(model(tokens), labels)[0], parameters)
-    expected = torch.autograd.grad(
-        F.nll_loss(textbook(model, tokens).log_softmax(-1).mT, labels, reduction="sum"), parameters
-    )
-    errors = {name: relative_error(g, e) for name, g, e in zip(names, result, expected, strict=True)}
-    assert max(errors.values()) < 1e-10, errors
-    assert all(gradient.any() for gradient in result)
+    mask = AttentionMask(documents=[0, 5, N])
+    wide, narrow = (AttentionMask(window=(left, None), documents=[0, 5, N]) for left in (3, 2))
+    masks = masks_of_layers(mask, window=4, window_from=1)
+    assert masks == [mask, wide, wide] and masks[1] is masks[2]
+    assert masks_of_layers(narrow, window=4, window_from=1) == [narrow] * 3
+    assert masks_of_layers(mask) == [mask] * 3
+    assert masks_of_layers(mask, window=4) == [wide] * 3
+    build(attention=record)(ids())
+    assert calls[3:] == [(AttentionMask(causal=True), None)] * SMALL.layers
 
 
 def test_a_tied_head_stays_tied_after_a_move():
@@ -182,3 +155,32 @@ def test_low_precision_is_close_to_float64(dtype):
     model = build().to(dtype)
     assert model(ids()).dtype == dtype
     assert relative_error(model(ids()), exact(ids())) < 100 * torch.finfo(dtype).eps
+
+
+# -- documents and learned positions ----------------------------------------------------------------------------------
+
+LEARNED = GPTConfig(vocab_size=37, dim=32, layers=2, heads=4, max_positions=64)
+ROWS = [(0, 5, 6, 30), (0, 11, 28, 30)]
+
+
+@pytest.mark.parametrize("config", [SMALL, LEARNED, HYBRID], ids=["llama", "gpt", "hybrid"])
+def test_documents_of_a_packed_row_equal_separate_rows(config):
+    """Positions restart at each document."""
+    model = (GPT(config) if config is LEARNED else Llama(config)).double()
+    initialize(model, 0)
+    tokens = torch.randint(37, (2, 30), generator=torch.Generator().manual_seed(0))
+    spans = [[range(a, b) for a, b in pairwise(ends)] for ends in ROWS]
+    positions = torch.tensor([[p - span.start for span in row for p in span] for row in spans])
+    logits = model(tokens, positions=positions, mask=AttentionMask(documents=ROWS))
+    for row, documents in enumerate(spans):
+        for span in documents:
+            alone = model(tokens[row : row + 1, span.start : span.stop])[0]
+            assert torch.allclose(logits[row, span.start : span.stop], alone, rtol=1e-10, atol=1e-12)
+
+
+def test_a_shard_needs_only_its_learned_positions():
+    model, layout, tokens = GPT(LEARNED).double(), SequenceLayout.zigzag(29, 2), torch.arange(58).view(2, 29) % 37
+    hidden = model.transformer.wte(tokens) + model.transformer.wpe(torch.arange(29))
+    model.transformer.h = torch.nn.ModuleList()
+    shard = model.transformer(layout.take(tokens, 1), positions=layout.positions(1), layout=layout)
+    assert torch.equal(shard, layout.take(model.transformer.ln_f(hidden), 1))

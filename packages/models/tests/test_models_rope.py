@@ -1,12 +1,13 @@
-"""RoPE: equal to complex multiplication, relative, and exact at positions in the millions."""
+"""RoPE: equal to complex multiplication, exact at positions in the millions, scaled as in transformers."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from armillary.models import YarnScaling
+from armillary.models import LinearScaling, Llama3Scaling, YarnScaling
 from armillary.models.layers.rope import RotaryEmbedding
 
 D, THETA = 16, 500_000.0
@@ -63,18 +64,21 @@ def reference(x: torch.Tensor, rotation: RotaryEmbedding) -> torch.Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
-@pytest.mark.parametrize("positions", [torch.arange(5) * 1000, torch.arange(10).view(2, 5)], ids=["of all", "of rows"])
-@pytest.mark.parametrize(
-    "scaling", [None, YarnScaling(factor=4.0, original_max_position_embeddings=64)], ids=["plain", "with an amplitude"]
-)
-def test_backward_rotates_gradients_back(positions, scaling):
-    rotation = RotaryEmbedding.at(positions, D, THETA, torch.float64, scaling)
-    x = torch.randn(2, 5, 3, D, dtype=torch.float64, requires_grad=True)
-    torch.testing.assert_close(rotation(x), reference(x, rotation), rtol=0, atol=1e-14)
-    weight = torch.randn_like(x)
-    actual, expected = (torch.autograd.grad((y * weight).sum(), x)[0] for y in (rotation(x), reference(x, rotation)))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-14)
-    assert torch.autograd.gradcheck(rotation, x) and torch.autograd.gradgradcheck(rotation, x)
+def test_gradients_of_gradients_equal_those_of_separate_products():
+    amplified = YarnScaling(factor=4.0, original_max_position_embeddings=64)
+    for positions, scaling in [(torch.arange(5) * 1000, None), (torch.arange(10).view(2, 5), amplified)]:
+        rotation = RotaryEmbedding.at(positions, D, THETA, torch.float64, scaling)
+        x, weight, upstream = torch.randn(3, 2, 5, 3, D, dtype=torch.float64).unbind()
+        x.requires_grad_()
+        weight.requires_grad_()
+
+        def values_and_gradients(function, x=x, weight=weight, upstream=upstream):
+            y = function(x)
+            (dx,) = torch.autograd.grad((y * weight).sum(), x, create_graph=True)
+            return y, dx, *torch.autograd.grad((dx * upstream).sum(), weight)
+
+        expected = values_and_gradients(partial(reference, rotation=rotation))
+        torch.testing.assert_close(values_and_gradients(rotation), expected, rtol=0, atol=1e-14)
 
 
 def test_bfloat16_gradients_are_rounded_once():
@@ -92,20 +96,49 @@ def test_backward_saves_only_cosines_and_sines():
     assert saved_shapes == [(4, 1, D // 2)] * 2
 
 
-def test_a_compiled_rotation_is_one_graph():
-    rotation = RotaryEmbedding.at(torch.arange(4), D, THETA, torch.float32)
-    compiled = torch.compile(lambda x: rotation(x).sin(), fullgraph=True, backend="aot_eager", dynamic=True)
-    for batch in (1, 2, 3):
-        x = torch.randn(batch, 4, 2, D, requires_grad=True)
-        actual, expected = compiled(x), reference(x, rotation).sin()
-        torch.testing.assert_close(actual, expected)
-        pair = [torch.autograd.grad(y.sum(), x)[0] for y in (actual, expected)]
-        torch.testing.assert_close(*pair)
-
-
 def test_rotation_supports_torch_func():
     rotation, x = RotaryEmbedding.at(torch.arange(4), D, THETA, torch.float64), torch.randn(3, 2, 4, 2, D).double()
     torch.testing.assert_close(torch.vmap(rotation)(x), torch.stack([rotation(row) for row in x]))
+
+
+# -- scalings ---------------------------------------------------------------------------------------------------------
+
+LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(
+    "kind, scaling, options",
+    [
+        ("linear", LinearScaling, {"factor": 2.5}),
+        ("llama3", Llama3Scaling, LLAMA31),
+        ("llama3", Llama3Scaling, LLAMA31 | {"factor": 32.0, "low_freq_factor": 0.5, "high_freq_factor": 9.0}),
+        ("llama3", Llama3Scaling, LLAMA31 | {"original_max_position_embeddings": 16}),
+        ("yarn", YarnScaling, YARN),
+        ("yarn", YarnScaling, YARN | {"truncate": False}),
+        ("yarn", YarnScaling, YARN | {"attention_factor": 0.7, "beta_fast": 16.0, "beta_slow": 2.0}),
+        ("yarn", YarnScaling, YARN | {"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3}),
+        ("yarn", YarnScaling, YARN | {"factor": 1.0}),
+        ("yarn", YarnScaling, YARN | {"original_max_position_embeddings": 2}),
+    ],
+)
+def test_frequencies_and_factors_match_transformers(kind, scaling, options):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for head_dim, theta in ((128, 500_000.0), (64, 10_000.0), (16, 1_000_000.0)):
+        config = transformers.LlamaConfig(
+            hidden_size=2 * head_dim,
+            num_attention_heads=2,
+            max_position_embeddings=131_072,
+            rope_parameters={"rope_type": kind, "rope_theta": theta, **options},
+        )
+        expected, factor = ROPE_INIT_FUNCTIONS[kind](config)
+        rope_scaling = scaling(**options)
+        frequencies = rope_scaling.frequencies(head_dim, theta)
+        assert frequencies.dtype == torch.float64
+        torch.testing.assert_close(frequencies.float(), expected, rtol=2e-6, atol=0)
+        assert rope_scaling.amplitude == pytest.approx(factor, rel=1e-12)
 
 
 @pytest.mark.gpu
