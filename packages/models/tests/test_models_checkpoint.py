@@ -7,8 +7,8 @@ from weakref import ref
 import pytest
 import torch
 import torch.nn.functional as F
+from hybrid_models import STATES
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -56,7 +56,12 @@ def gradients(model: Llama) -> list[Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-CONFIGS = [{}, {"qk_norm": True, "qkv_bias": True}, {"tied_embeddings": True, "head_dim": 6}]
+CONFIGS = [
+    {},
+    {"qk_norm": True, "qkv_bias": True, "window": 4, "window_from": 1},
+    {"tied_embeddings": True, "head_dim": 6},
+    {"mixers": ("delta_rule", "mamba2", "attention"), "states": STATES},
+]
 
 
 @cache
@@ -81,7 +86,7 @@ def test_losses_and_gradients_equal_those_without_checkpoints(i, options, stage)
     assert all(error < max(1e-6, 2 * usual) for error, usual in zip(result, plain, strict=True))
 
 
-@pytest.mark.parametrize("options", [POLICIES[0], POLICIES[3], POLICIES[5]], ids=str)
+@pytest.mark.parametrize("options", [POLICIES[0], POLICIES[3]], ids=str)
 def test_bfloat16_gradients_are_as_exact_as_without_checkpoints(options):
     exact = gradients_without_checkpoints(0, torch.float64)
     plain, result = (gradients(build(o, torch.bfloat16, 2)) for o in (Checkpointing(), options))
@@ -123,30 +128,24 @@ def test_under_autocast_blocks_are_recomputed_equally(options, inside):
     ("policy", "frozen"),
     [
         *(("layer", frozen) for frozen in ("embed_tokens", "self_attn", "mlp", "layernorm", "layers.1", "lm_head")),
-        *(("attention_output", frozen) for frozen in ("self_attn", "mlp", "layernorm", "proj")),
+        *(("attention_output", frozen) for frozen in ("self_attn", "mlp", "layernorm", "proj", "k_proj.bias")),
     ],
 )
 def test_only_frozen_parameters_get_no_gradient(frozen, policy):
-    def step_gradients(options: Checkpointing) -> dict[str, Tensor | None]:
-        model = build(options, torch.float64)
+    """Under `attention_output`, heads are computed in stages."""
+
+    def step_gradients(options: Checkpointing, stage: int | None = None) -> dict[str, Tensor | None]:
+        model = build(options, torch.float64, stage, qkv_bias=True)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(frozen not in name)
         loss_of(model).backward()
         return {name: p.grad for name, p in model.named_parameters()}
 
-    result, expected = step_gradients(Checkpointing(policy)), step_gradients(Checkpointing())
-    for name, gradient in expected.items():
+    result = step_gradients(Checkpointing(policy), 2 if policy == "attention_output" else None)
+    for name, gradient in step_gradients(Checkpointing()).items():
         assert (result[name] is None) == (gradient is None) == (frozen in name), name
-        assert gradient is None or relative_error(result[name], gradient) < 1e-12
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_a_retained_graph_can_be_differentiated_again(offload):
-    model = build(Checkpointing("layer", offload=offload), torch.float64)
-    loss = loss_of(model)
-    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
-    repeated = torch.autograd.grad(loss, list(model.parameters()))
-    assert all(map(torch.equal, first, repeated))
+        # Gradients of key biases cancel to nearly 0.
+        assert gradient is None or gradient.norm() < 1e-9 or relative_error(result[name], gradient) < 1e-12, name
 
 
 def test_a_parameter_modified_between_forward_and_backward_raises():
@@ -185,11 +184,8 @@ def block_and_input(policy: str) -> tuple[nn.Module, Tensor, Context]:
 def through_views(policy: str, view: str) -> list[Tensor]:
     """Gradients when the incoming gradient of a block is a view of a tensor with other references."""
     block, x, context = block_and_input(policy)
-    y, other, gradient = (
-        block(x, context),
-        torch.ones_like(x, requires_grad=True),
-        torch.ones(16, 32, dtype=torch.float64),
-    )
+    y, other = block(x, context), torch.ones_like(x, requires_grad=True)
+    gradient = torch.ones(16, 32, dtype=torch.float64)
     if view == "given":
         y.flatten(0, 1).backward(gradient)
         return [x.grad, gradient]
@@ -234,32 +230,6 @@ def test_nothing_is_offloaded_without_a_backward(monkeypatch):
     assert not offloads
 
 
-def saved_shapes(options: Checkpointing, stage: int | None = None) -> dict[tuple[int, ...], int]:
-    """Shapes of the tensors that a block saves for backward, without parameters, and their counts; 64 tokens."""
-    model = build(options, torch.float32, stage, heads=4, layers=1)
-    parameters = {p.data_ptr() for p in model.parameters()}
-    saved: dict[int, Tensor] = {}
-
-    def record(x: Tensor) -> Tensor:
-        if x.data_ptr() not in parameters:
-            saved[x.data_ptr()] = x
-        return x
-
-    block = model.model.layers[0]
-    x = torch.randn(1, 64, 32, requires_grad=True)
-    context = Context(64, RotaryEmbedding.at(torch.arange(64), 8, 1e4, torch.float32), AttentionMask(), None)
-    with saved_tensors_hooks(record, lambda x: x):
-        block(x, context)
-    shapes = [tuple(x.shape) for x in saved.values() if x.numel() >= 64]
-    return {shape: shapes.count(shape) for shape in shapes}
-
-
-def test_a_block_keeps_the_tensors_of_its_policy():
-    assert saved_shapes(Checkpointing("layer")) == {(1, 64, 32): 1}
-    assert saved_shapes(Checkpointing("attention_output")) == {(1, 64, 32): 1, (1, 64, 4, 8): 1, (1, 64, 4): 1}
-    assert saved_shapes(Checkpointing("layer", offload=True)) == {}
-
-
 def test_a_shared_projection_accumulates_its_gradient_once():
     def gradients(stage: int | None) -> list[Tensor]:
         torch.manual_seed(0)
@@ -273,21 +243,40 @@ def test_a_shared_projection_accumulates_its_gradient_once():
     assert max(itertools.starmap(relative_error, zip(gradients(2), gradients(None), strict=True))) < 1e-5
 
 
+class Adapted(nn.Module):
+    """A linear layer with an added term, like LoRA."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.added = inner, nn.Linear(32, 32, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + 2 * self.added(x)
+
+
+class Double(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
 @pytest.mark.parametrize("stage", [None, 2])
-def test_a_parametrized_projection_gets_its_gradient(stage):
-    class Double(nn.Module):
-        def forward(self, weight: Tensor) -> Tensor:
-            return 2 * weight
-
-    def gradient(options: Checkpointing, stage: int | None) -> Tensor:
+@pytest.mark.parametrize("kind", ["parametrized", "adapted"])
+def test_a_modified_projection_gets_its_gradients(kind, stage):
+    def q_gradients(options: Checkpointing, stage: int | None) -> list[Tensor]:
         model = build(options, torch.float64, stage)
-        projection: nn.Module = model.model.layers[0].self_attn.q_proj
-        register_parametrization(projection, "weight", Double())
+        attention = model.model.layers[0].self_attn
+        torch.manual_seed(0)
+        if kind == "adapted":
+            attention.q_proj = Adapted(attention.q_proj)
+        else:
+            register_parametrization(attention.q_proj, "weight", Double())
         loss_of(model).backward()
-        return projection.parametrizations.weight.original.grad
+        return [parameter.grad for parameter in attention.q_proj.parameters()]
 
-    expected = gradient(Checkpointing(), None)
-    assert all(relative_error(gradient(options, stage), expected) < 1e-12 for options in POLICIES)
+    expected = q_gradients(Checkpointing(), None)
+    for options in (POLICIES[0], POLICIES[2], POLICIES[5]):
+        pairs = zip(q_gradients(options, stage), expected, strict=True)
+        assert max(itertools.starmap(relative_error, pairs)) < 1e-12, options
 
 
 class PeakBytes(TorchDispatchMode):
@@ -322,16 +311,18 @@ def test_forward_takes_no_more_memory_if_the_result_does_not_fit_into_out(head_d
 # -- token-wise functions ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 16, 100, None])
-def test_a_chunked_token_function_keeps_value_and_gradients(chunk):
+def test_a_chunked_token_function_keeps_value_and_gradients():
     module = nn.Sequential(nn.RMSNorm(6), nn.Linear(6, 9), nn.GELU(), nn.Linear(9, 4)).double()
     x, y = (torch.randn(2, 16, n, dtype=torch.float64, requires_grad=True) for n in (6, 4))
     function: TokenFunction = lambda x, y: module(x) * y.sin()  # noqa: E731
     expected, dout = [x, y, *module.parameters()], torch.randn(2, 16, 4, dtype=torch.float64)
-    plain, chunks = function(x, y), in_chunks(function, (x, y), module, chunk)
-    assert relative_error(chunks, plain) < 1e-14
-    pairs = zip(*(torch.autograd.grad(out, expected, dout) for out in (chunks, plain)), strict=True)
-    assert max(itertools.starmap(relative_error, pairs)) < 1e-13
+    plain = function(x, y)
+    exact = torch.autograd.grad(plain, expected, dout)
+    for chunk in (1, 5, 100, None):
+        chunks = in_chunks(function, (x, y), module, chunk)
+        assert relative_error(chunks, plain) < 1e-14, chunk
+        pairs = zip(torch.autograd.grad(chunks, expected, dout), exact, strict=True)
+        assert max(itertools.starmap(relative_error, pairs)) < 1e-13, chunk
 
 
 def test_many_chunks_round_a_weights_gradient_once():

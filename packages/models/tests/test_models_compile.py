@@ -13,11 +13,10 @@ from armillary.core.testing import relative_error
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, initialize
 from armillary.models.parallel.parallelize import compile_block
 
-# One graph per layer would exceed this limit.
-SMALL = LlamaConfig(vocab_size=29, dim=16, layers=4, heads=4, kv_heads=2, hidden_dim=24, qk_norm=True, qkv_bias=True)
+SMALL = LlamaConfig(vocab_size=29, dim=16, layers=3, heads=4, kv_heads=2, hidden_dim=24, qk_norm=True, qkv_bias=True)
 CONFIGS = {
-    "windows": replace(SMALL, window=5, window_from=2),
-    "gpt": GPTConfig(vocab_size=29, dim=16, layers=4, heads=4, max_positions=32),
+    "windows": replace(SMALL, window=5, window_from=1),
+    "gpt": GPTConfig(vocab_size=29, dim=16, layers=2, heads=4, max_positions=32),
 }
 MASKS = [
     AttentionMask(),
@@ -63,31 +62,28 @@ def test_layers_and_masks_share_a_few_graphs(name, attention):
     model, twin = pair(CONFIGS[name], attention(), Checkpointing())
     for mask in MASKS:
         assert all(same(a, b) for a, b in zip(results(model, mask), results(twin, mask), strict=True))
-    # One graph without documents, one with a fixed number, one with a symbolic number; the same for each window.
+    # One graph without documents, one with a fixed number, one with a symbolic number; the same for each window. One
+    # graph per layer would exceed these limits.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (6 if name == "windows" else 3)
 
 
-FEWER = Checkpointing("attention_output", inputs=2, outputs=2, offload=True, on_device=1)
-"""Three blocks: the first saves x on the host, the second out, and the last both on the device."""
-
-
-@pytest.mark.parametrize("policy", [Checkpointing("attention_output", chunk=7), FEWER], ids=["all", "fewer"])
-def test_the_token_wise_part_is_compiled_under_a_checkpoint_policy(policy):
-    """Results are bitwise equal, also when blocks recompute their inputs from the blocks below."""
+def test_the_token_wise_part_is_compiled_under_a_checkpoint_policy():
+    """Of three blocks, the first saves x on the host, the second out, and the last both on the device."""
     reset_dynamo()
-    model, twin = pair(replace(SMALL, layers=3), staged(), policy)
+    policy = Checkpointing("attention_output", chunk=7, inputs=2, outputs=2, offload=True, on_device=1)
+    model, twin = pair(SMALL, staged(), policy)
     actual = results(twin, MASKS[1])
-    Checkpointing("layer", chunk=policy.chunk).apply(model)
+    Checkpointing("layer", chunk=7).apply(model)
     assert all(same(a, b) for a, b in zip(results(model, MASKS[1]), actual, strict=True))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 
 
-FROZEN = ("layers.0.self_attn.q_proj", "layers.1.self_attn", "layers.2.self_attn.k_norm", "layers.3.input_layernorm")
+FROZEN = ("layers.0.self_attn.q_proj", "layers.0.self_attn.k_norm", "layers.0.input_layernorm", "layers.1.self_attn")
 
 
 def test_frozen_parameters_get_no_gradient():
     reset_dynamo()
-    model, twin = pair(SMALL, staged(), Checkpointing())
+    model, twin = pair(replace(SMALL, layers=2), staged(), Checkpointing())
     for each in (model, twin):
         for name, parameter in each.named_parameters():
             parameter.requires_grad_(not any(frozen in name for frozen in FROZEN))
@@ -95,13 +91,6 @@ def test_frozen_parameters_get_no_gradient():
     assert sum(gradient is None for gradient in actual) == sum(not p.requires_grad for p in model.parameters()) > 4
     for a, b in zip(expected, actual, strict=True):
         assert same(a, b)
-
-
-def test_the_registry_finds_a_copy_of_a_module():
-    model = Llama(replace(SMALL, layers=1), staged())
-    twin = copy.deepcopy(model)
-    numbers = [int(each.model.layers[0].self_attn.projector) for each in (model, twin)]
-    assert numbers[0] != numbers[1]
 
 
 def test_a_copy_of_a_compiled_model_has_its_own_parameters():
@@ -115,10 +104,9 @@ def test_a_copy_of_a_compiled_model_has_its_own_parameters():
     assert same(results(other, MASKS[0])[0], before)
 
 
-@pytest.mark.parametrize("attention", [Local, staged])
-def test_autocast_equals_eager_mode(attention):
+def test_autocast_equals_eager_mode():
     reset_dynamo()
-    model, twin = pair(replace(SMALL, layers=1), attention(), Checkpointing())
+    model, twin = pair(replace(SMALL, layers=1), staged(), Checkpointing())
     with torch.autocast("cpu", torch.bfloat16):
         actual = [results(each, MASKS[1]) for each in (model, twin)]
     for a, b in zip(*actual, strict=True):
@@ -147,13 +135,3 @@ def test_adapters_with_dropout_run_outside_of_graphs():
     for a, b in zip(*actual, strict=True):
         assert a is not None and b is not None
         assert relative_error(b.detach(), a.detach()) < 1e-6
-
-
-def test_other_lengths_share_a_graph():
-    reset_dynamo()
-    attend = Local()
-    compiled = torch.compile(lambda q, k, v: attend(q, k, v, mask=MASKS[0]), backend="aot_eager", fullgraph=True)
-    for length in range(4, 20):
-        q = torch.randn(1, length, 2, 8)
-        assert torch.equal(compiled(q, q, q), attend(q, q, q, mask=MASKS[0]))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2

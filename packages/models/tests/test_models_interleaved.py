@@ -37,7 +37,7 @@ def gather_and_sum(shape: tuple[int, ...], axis: DeviceMesh) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_all_gather_and_reduce_scatter(worlds, ranks):
     for actual in worlds(ranks).run(results_of_shapes):
         for shape, facts in zip(SHAPES, actual, strict=True):
@@ -61,11 +61,10 @@ def results_compiled_and_eager() -> dict[str, bool]:
     return {
         "result": torch.equal(actual[0][0], actual[2][0]),
         "gradient": torch.equal(actual[0][1], actual[2][1]),
-        "bytes": actual[0][2] == actual[2][2] and len(actual[2][2]) == (4 if axis.size > 1 else 0),
+        "bytes": actual[0][2] == actual[2][2] and len(actual[2][2]) == 4,
     }
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_compiled_graphs_contain_both_collectives(worlds, ranks):
-    for rank in worlds(ranks).run(results_compiled_and_eager):
+def test_compiled_graphs_contain_both_collectives(worlds):
+    for rank in worlds(2).run(results_compiled_and_eager):
         assert all(rank.values()), rank

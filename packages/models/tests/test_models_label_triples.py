@@ -66,16 +66,6 @@ def test_logits_may_have_any_strides():
     )
 
 
-def test_triples_of_weight_1_equal_the_loss_of_labels():
-    labels = torch.randint(V, (B, T), generator=torch.Generator().manual_seed(3))
-    labels[0, 2:4] = -100
-    labelled = (labels.flatten() != -100).nonzero().squeeze(1)
-    triples = LabelTriples(labelled, labels.flatten()[labelled], torch.ones(len(labelled)), (B, T))
-    leaves = inputs()
-    plain = gradients(linear_token_loss(*leaves[:2], labels, bias=leaves[2])[0], leaves)
-    assert largest_error(gradients(linear_token_loss(*leaves[:2], triples, bias=leaves[2])[0], leaves), plain) < 1e-14
-
-
 def test_row_losses_add_up_and_no_labels_give_zero():
     positions, labels, weights = triples_of()
     triples = LabelTriples(positions, labels, weights, (B, T))

@@ -1,15 +1,12 @@
 """Checks of a projected call run once for equal layers and steps, and again after any relevant change."""
 
 from functools import partial
-from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.utils.parametrize import register_parametrization
 
 from armillary.attention import AttentionMask, AttentionSpec, Local, Ring
 from armillary.attention.call import validation
@@ -70,55 +67,41 @@ def test_equal_layers_and_steps_are_checked_once(checks, policy):
     assert checks.new_checks() == 2
 
 
-def test_specs_are_cached_and_shared(checks):
-    layer = Layer()
-    assert layer.check() is layer.check(1) is layer.check(2)
-    assert checks.new_checks() == 1
-    assert layer.check(scale=2.0) is not layer.check()
-    assert layer.check(scale=2.0) is layer.check(scale=2.0)
-    assert checks.new_checks() == 1
-
-
-def test_weights_and_inputs_of_another_dtype_are_checked_again(checks):
+def test_a_relevant_change_is_checked_again_and_specs_are_cached(checks):
     layer = Layer(qk_norm=True)
-    before = layer.check()
-    layer.model.bfloat16()
-    with pytest.raises(RuntimeError, match="dtype"):  # x is still float32
-        layer.check()
-    layer.x = layer.x.bfloat16()
-    assert layer.check() is not before
-    attention = layer.model.model.layers[0].self_attn
-    attention.q_norm.float()
-    layer.check(1)
-    assert checks.new_checks() == 3
-    layer.check()
-    assert checks.new_checks() == 1
-    layer.model.float()
-    layer.x = layer.x.float()
-    assert layer.check() is before
-    assert not checks.new_checks()
-
-
-def test_autocast_is_checked_again(checks):
-    layer = Layer()
     plain = layer.check()
+    assert plain is layer.check(1) is layer.check(2)
+    assert checks.new_checks() == 1
+    assert layer.check(scale=2.0) is layer.check(scale=2.0) is not plain
+    assert checks.new_checks() == 1
     with torch.autocast("cpu", torch.bfloat16):
         low = layer.check()
         assert low is layer.check(1) is not plain
     with torch.autocast("cpu", torch.float16):
         assert layer.check() is not low
-    assert checks.new_checks() == 3
+    assert checks.new_checks() == 2
+    layer.model.bfloat16()
+    with pytest.raises(RuntimeError, match="dtype"):  # x is still float32
+        layer.check()
+    layer.x = layer.x.bfloat16()
+    assert layer.check() is not plain
+    layer.model.model.layers[0].self_attn.q_norm.float()
+    layer.check(1)
+    assert checks.new_checks() == 2
+    layer.check()
+    assert checks.new_checks() == 1
+    layer.model.float()
+    layer.x = layer.x.float()
     assert layer.check() is plain
     assert not checks.new_checks()
-
-
-def test_resized_weights_are_refused_after_a_valid_call():
-    layer = Layer()
-    layer.check()
-    layer.model.model.layers[0].self_attn.k_proj = nn.Linear(12, 8)
-    with pytest.raises(RuntimeError, match="shapes"):
-        layer.check()
-    layer.check(1)
+    layer.check(sinks=torch.zeros(4))
+    layer.check(sinks=torch.ones(4))
+    assert checks.new_checks() == 1
+    with pytest.raises(ValueError, match="sinks"):
+        layer.check(sinks=torch.zeros(3))
+    assert layer.check().kernel.name != "dense"
+    layer.attend.kernel = "dense"
+    assert layer.check().kernel.name == "dense"
 
 
 class Adapter(nn.Module):
@@ -132,92 +115,34 @@ class Adapter(nn.Module):
         return self.inner(x) + self.high(self.low(x))
 
 
-def adapt(linear: nn.Linear, attention: nn.Module) -> None:
-    attention.q_proj = Adapter(linear)
-
-
-def hook(linear: nn.Linear, attention: nn.Module) -> None:
-    linear.register_forward_hook(lambda *_: None)
-
-
-def parametrize(linear: nn.Linear, attention: nn.Module) -> None:
-    nn.utils.parametrize.register_parametrization(linear, "weight", nn.Identity())
-
-
-def override(linear: nn.Linear, attention: nn.Module) -> None:
-    linear.forward = partial(nn.Linear.forward, linear)
-
-
 class Scaled(torch.Tensor):
     """A weight of a tensor subclass, like float8 weights."""
 
 
-def wrap(linear: nn.Linear, attention: nn.Module) -> None:
-    linear.weight = nn.Parameter(linear.weight.detach().as_subclass(Scaled))
+CHANGES = {
+    "adapter": lambda linear, attention: setattr(attention, "q_proj", Adapter(linear)),
+    "hook": lambda linear, _: linear.register_forward_hook(lambda *_: None),
+    "parametrization": lambda linear, _: register_parametrization(linear, "weight", nn.Identity()),
+    "forward": lambda linear, _: setattr(linear, "forward", partial(nn.Linear.forward, linear)),
+    "subclass": lambda linear, _: setattr(linear, "weight", nn.Parameter(linear.weight.detach().as_subclass(Scaled))),
+}
 
 
-@pytest.mark.parametrize("change", [adapt, hook, parametrize, override, wrap])
+@pytest.mark.parametrize("change", CHANGES)
 def test_modified_layers_are_checked_at_every_call(checks, change):
     layer = Layer()
     layer.check()
     attention = layer.model.model.layers[0].self_attn
-    change(attention.q_proj, attention)
+    CHANGES[change](attention.q_proj, attention)
     assert checks.new_checks() == 1
     for _ in range(2):
         layer.check()
         assert checks.new_checks() == 1
     layer.check(1)
     assert not checks.new_checks()
-
-
-def test_sinks_are_checked_again(checks):
-    layer = Layer()
-    layer.check()
-    layer.check(sinks=torch.zeros(4))
-    layer.check(sinks=torch.ones(4))
-    assert checks.new_checks() == 2
-    with pytest.raises(ValueError, match="sinks"):
-        layer.check(sinks=torch.zeros(3))
-
-
-def test_another_kernel_of_the_method_is_used(checks):
-    layer = Layer()
-    assert layer.check().kernel.name != "dense"
-    layer.attend.kernel = "dense"
-    assert layer.check().kernel.name == "dense"
-    assert checks.new_checks() == 2
-
-
-def test_symbolic_sizes_are_checked_at_every_call(checks):
-    layer = Layer()
-    with enable_python_dispatcher(), FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True) as fakes:
-        layer.x = fakes.from_tensor(layer.x, static_shapes=False)
-        for _ in range(2):
-            layer.check()
-    assert checks.new_checks() == 2
-
-
-class CustomProjections:
-    """User-defined projections without a cache key."""
-
-    heads, key_heads = 2, 2
-    empty: ClassVar[list[torch.Tensor]] = []
-
-    def q(self, x, heads):
-        return x[..., :8].unflatten(-1, (2, 4))[:, :, heads]
-
-    def kv(self, x, heads):
-        return self.q(x, heads), self.q(x, heads)
-
-    def parameters(self):
-        return self.empty
-
-
-def test_projections_without_a_key_are_checked_at_every_call(checks):
-    layer = Layer()
-    for _ in range(2):
-        layer.attend.check_projected(layer.x, CustomProjections(), mask=MASK)
-    assert checks.new_checks() == 2
+    attention.k_proj = nn.Linear(12, 8)
+    with pytest.raises(RuntimeError, match="shapes"):
+        layer.check()
 
 
 def checks_per_forward() -> list[int]:

@@ -10,8 +10,7 @@ from test_models_linear_loss import Allocations
 
 from armillary.core import CommLedger
 from armillary.core.testing import mesh, relative_error
-from armillary.models import interleaved_shard, linear_token_loss, reduce_scatter_interleaved, token_loss
-from armillary.models.parts import loss_chunk_tokens
+from armillary.models import interleaved_shard, linear_token_loss, token_loss
 
 UPSTREAM = 1 / 17.3
 """Not a power of two, so that scaling rounds."""
@@ -130,15 +129,16 @@ def errors(worlds, ranks, cases):
     return [(largest_error(assemble([rank[i] for rank in results]), exact(case)), case) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_sharded_vocabulary_equals_one_rank(worlds, ranks):
     """Covers sizes, chunks and subsets of gradients; in some cases a rank has no rows of the vocabulary."""
-    sizes = [Case(B, T, V) for B in (1, 3) for T in (ranks, 20) for V in (3, 9, 101)]
-    chunks = [Case(3, 8, 10, chunk=chunk, z_loss=0.01) for chunk in (1, 3, 8, 11, 24, 1000)]
-    subsets = [Case(2, 8, chunk=ranks, requires_grad=names) for names in ("h", "w", "b", "hw", "hb", "wb")]
+    sizes = [Case(1, ranks, 3), Case(3, 20, 9), Case(1, 20, 101), Case(3, ranks, 101)]
+    chunks = [Case(3, 8, 10, chunk=chunk, z_loss=0.01) for chunk in (1, 3, 11, 1000)]
+    subsets = [Case(2, 8, chunk=ranks, requires_grad=names) for names in ("h", "w", "b", "hb", "wb")]
     further = [Case(2, 12, z_loss=0.1), Case(2, 12, bias=False), Case(2, 12, ignored=0.0), Case(T=4, V=1)]
-    cases = {1: [*sizes[:2], *chunks[1:2]], 2: [*sizes[::2], *subsets], 4: [*sizes, *chunks, *subsets, *further]}
-    for error, case in errors(worlds, ranks, cases[ranks]):
+    for error, case in errors(
+        worlds, ranks, [*sizes, *chunks, *subsets, *further] if ranks > 1 else [sizes[1], *further]
+    ):
         assert error < 1e-12, case
 
 
@@ -149,9 +149,7 @@ def test_no_valid_label_gives_zero(worlds):
     assert not any(x.any() for x in gradients)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "dtype", "z_loss"), [(4, torch.bfloat16, 0.0), (2, torch.bfloat16, 0.1), (2, torch.float32, 0.0)]
-)
+@pytest.mark.parametrize(("ranks", "dtype", "z_loss"), [(4, torch.bfloat16, 0.1), (2, torch.float32, 0.0)])
 def test_low_precision_is_as_exact_as_on_one_rank(worlds, ranks, dtype, z_loss):
     """Errors against float64. Each rank rounds its part of the hidden states' gradient before the sum."""
     case = Case(2, 512, 101, 16, chunk=64, z_loss=z_loss, dtype=dtype)
@@ -166,13 +164,11 @@ def test_low_precision_is_as_exact_as_on_one_rank(worlds, ranks, dtype, z_loss):
         assert sharded_error < 1.5 * one_rank_error + 5e-7, (i, sharded_error, one_rank_error)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_sent_bytes_match_the_docstring(worlds, ranks):
+def test_sent_bytes_match_the_docstring(worlds):
+    ranks = 4
     cases = [
-        Case(B, T, V, chunk=chunk, requires_grad=requires_grad, dtype=dtype)
-        for B, T, V, chunk in [(1, 4, 3, None), (3, 8, 101, 8)]
-        for requires_grad in ("hwb", "w", "")
-        for dtype in (torch.float64, torch.float32, torch.bfloat16)
+        Case(3, 8, 101, chunk=8, requires_grad=requires_grad, dtype=dtype)
+        for requires_grad, dtype in [("hwb", torch.float64), ("w", torch.bfloat16), ("", torch.float32)]
     ]
     for rank in worlds(ranks).run(run_cases, cases):
         for case, (*_, sent_bytes) in zip(cases, rank, strict=True):
@@ -180,8 +176,10 @@ def test_sent_bytes_match_the_docstring(worlds, ranks):
             hidden = n * case.E * e
             gathered = (ranks - 1) * (hidden + w + n * w * bool(case.requires_grad))
             summed = (ranks - 1) * (2 * n * w + hidden * ("h" in case.requires_grad))
-            expected = {("tp", "all_gather", "forward"): gathered, ("tp", "reduce_scatter", "forward"): summed}
-            assert sent_bytes == (expected if ranks > 1 else {})
+            assert sent_bytes == {
+                ("tp", "all_gather", "forward"): gathered,
+                ("tp", "reduce_scatter", "forward"): summed,
+            }
 
 
 def largest_allocation(case):
@@ -222,25 +220,6 @@ def masked_rows():
 def test_rows_with_bias_minus_infinity_have_no_effect(worlds):
     for errors in worlds(2).run(masked_rows):
         assert max(errors) < 1e-12
-
-
-def error_after_a_row_parallel_layer(tokens):
-    """Error of the gradient of a row-parallel layer before a sharded head: its output is a reduce-scatter."""
-    case, axis = Case(2, tokens, 9), axis_of()
-    x, weight, _, labels = case.inputs()
-    layer = torch.randn(
-        case.E, case.E, generator=torch.Generator().manual_seed(1), dtype=torch.float64
-    ).requires_grad_()
-    total, _ = linear_token_loss(x @ layer, weight, labels)
-    layer_shard = rows_of(layer.detach()).requires_grad_()
-    hidden = reduce_scatter_interleaved(rows_of(x, 2) @ layer_shard, axis)
-    local_loss, _ = linear_token_loss(hidden, rows_of(weight), labels, axis=axis, vocabulary=9)
-    result, expected = torch.autograd.grad(local_loss, layer_shard)[0], torch.autograd.grad(total, layer)[0]
-    return relative_error(result, rows_of(expected))
-
-
-def test_gradients_of_a_row_parallel_layer_before_the_loss(worlds):
-    assert max(worlds(4).run(error_after_a_row_parallel_layer, 8)) < 1e-12
 
 
 def under_autocast():
@@ -284,7 +263,7 @@ def losses_of_sharded_logits(cases):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_sharded_logits_equal_full_logits(worlds, ranks):
-    cases = [Case(B, T, V, z_loss=z) for B in (1, 3) for T in (1, 5) for V in (3, 9) for z in (0.0, 0.1)]
+    cases = [Case(1, 1, 3), Case(1, 5, 9, z_loss=0.1), Case(3, 1, 9), Case(3, 5, 3, z_loss=0.1)]
     results = worlds(ranks).run(losses_of_sharded_logits, cases)
     for i, case in enumerate(cases):
         totals, counts, shard_gradients, *_ = zip(*(rank[i] for rank in results), strict=True)
@@ -310,17 +289,6 @@ def test_sharded_logits_send_a_few_numbers_per_token(worlds):
             assert largest == 21 * 60 // ranks
 
 
-def test_z_loss_of_full_logits():
-    case = Case(2, 5, z_loss=0.1)
-    *tensors, labels = case.inputs()
-    logits = F.linear(*tensors).requires_grad_()
-    total, count = token_loss(logits, labels, z_loss=0.1)
-    assert (
-        largest_error((total.detach(), count.item(), gradients(total, [logits])[0]), exact(case, logits_too=True))
-        < 1e-12
-    )
-
-
 # -- labels out of range ---------------------------------------------------------------------------------------------
 
 
@@ -339,16 +307,3 @@ def ledgers_of_labels_out_of_range():
 
 def test_a_label_out_of_range_raises_on_every_rank(worlds):
     assert worlds(2).run(ledgers_of_labels_out_of_range) == [[{}, {}]] * 2
-
-
-def test_chunks_of_several_ranks_include_their_messages():
-    for tokens, ranks in [(655360, 1), (655360, 8), (5 * 2**20, 8)]:
-        chunk = loss_chunk_tokens(tokens, 4096, 128256, ranks=ranks)
-        chunk_bytes = chunk * (128256 // ranks * 6 + (ranks > 1) * 4 * 4096 * 2)
-        assert 0.45 < chunk_bytes / ((tokens + 128256) * 4096 * 2 / ranks) <= 0.51
-
-
-def test_one_rank_may_name_its_vocabulary():
-    hidden, weight, labels = torch.randn(1, 4, 3), torch.randn(5, 3), torch.zeros(1, 4).long()
-    named, unnamed = (linear_token_loss(hidden, weight, labels, vocabulary=v)[0] for v in (5, None))
-    assert torch.equal(named, unnamed)
