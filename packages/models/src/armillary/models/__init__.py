@@ -57,6 +57,7 @@ __all__ = [
     "token_loss",
 ]
 
+# Modules that need FSDP2, DTensor or torch.compile, which take as long to import as torch.
 _SLOW_MODULES = {
     "armillary.models.loss.linear": ("linear_token_loss", "token_loss"),
     "armillary.models.loss.predictions": ("TokenStatistics", "linear_argmax", "token_logprobs"),
@@ -66,6 +67,5 @@ _SLOW_MODULES = {
         "tensor_parallel",
     ),
 }
-"""Modules that need FSDP2, DTensor or torch.compile, which take as long to import as torch."""
 
 __getattr__ = imported_at_first_use(__name__, _SLOW_MODULES)

@@ -41,8 +41,8 @@ class TakesProjections(Protocol):
     ) -> Tensor: ...
 
 
+# From hidden states [B, T, E] and the head's weight [V, E] to the model's result: logits or a loss.
 HeadFunction = Callable[..., Any]
-"""From hidden states [B, T, E] and the head's weight [V, E] to the model's result: logits or a loss."""
 
 
 class Context:
@@ -91,13 +91,13 @@ def with_window(mask: AttentionMask, left_width: int) -> AttentionMask:
 class Block(nn.Module):
     """[B, T, E] -> [B, T, E]: attention, then the token-wise part (`after_attention`), both on the residual stream."""
 
+    # Computes both parts: `run_plainly`, unless an activation checkpointing policy replaces it.
     run: Callable[[Block, Tensor, Context], Tensor]
-    """Computes both parts: `run_plainly`, unless an activation checkpointing policy replaces it."""
+    # R under tensor parallelism over R ranks, else 1. The block's input has every R-th token; its norms gather the
+    # tokens of all R ranks for attention and MLP.
     gathered_ranks: int = 1
-    """R under tensor parallelism over R ranks, else 1. The block's input has every R-th token; its norms gather the
-    tokens of all R ranks for attention and MLP."""
+    # The largest number of keys that a query of this layer sees, its own included; None for all keys.
     window: int | None = None
-    """The largest number of keys that a query of this layer sees, its own included; None for all keys."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,10 +172,10 @@ def run_plainly(block: Block, x: Tensor, context: Context) -> Tensor:
 class Decoder(nn.Module):
     """Token ids [B, T] -> hidden states [B, T, E]: embedding, blocks, and a norm."""
 
+    # True: the final norm saves only its input, and runs on `chunk` tokens at a time.
     norm_in_chunks: bool = False
-    """True: the final norm saves only its input, and runs on `chunk` tokens at a time."""
+    # Tokens in a chunk of the final norm; None for the default of `armillary.core.token_chunks`.
     chunk: int | None = None
-    """Tokens in a chunk of the final norm; None for the default of `armillary.core.token_chunks`."""
 
     def forward(
         self,

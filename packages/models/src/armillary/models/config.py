@@ -16,8 +16,8 @@ Mixer = Literal["attention", "delta_rule", "mamba2"]
 
 
 SIZES = ("vocab_size", "dim", "layers", "heads", "kv_heads", "hidden_dim", "head_dim", "max_positions")
+# Largest accepted number of parameters, 2^62 bytes in float64. torch fails for 2^63 bytes, even on the meta device.
 MAX_PARAMETERS = 2**59
-"""Largest accepted number of parameters, 2^62 bytes in float64. torch fails for 2^63 bytes, even on the meta device."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
 from armillary.models.parameters import local_part, plain_name
 
+# Standard deviation of initial linear and embedding weights.
 STD = 0.02
-"""Standard deviation of initial linear and embedding weights."""
+# Names of the weights whose outputs are added to the residual stream, two in each layer.
 RESIDUAL = ("o_proj.weight", "down_proj.weight", "c_proj.weight")
-"""Names of the weights whose outputs are added to the residual stream, two in each layer."""
 
 
 def meta_model(config: LlamaConfig | GPTConfig, attention: AttentionFunction | None = None) -> Llama | GPT:

@@ -125,8 +125,8 @@ class LlamaDecoder(Decoder):
 class HybridDecoder(LlamaDecoder):
     """A decoder with blocks that have a state. They have a context of their own, which may have another layout."""
 
+    # True: hidden states move to contiguous shards before blocks with a state, and back after them.
     contiguous_states: bool = False
-    """True: hidden states move to contiguous shards before blocks with a state, and back after them."""
 
     def run_blocks(self, ids: Tensor, positions: Tensor, mask: AttentionMask, layout: SequenceLayout | None) -> Tensor:
         method = next((block.attention for block in self.blocks if isinstance(block.mixer, StateMixer)), None)

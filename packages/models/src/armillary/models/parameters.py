@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
+# Parts of parameter names that torch's activation checkpointing and torch.compile insert.
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Parts of parameter names that torch's activation checkpointing and torch.compile insert."""
 
+# A rectangular part of a tensor: a slice for each dim.
 Box = tuple[slice, ...]
-"""A rectangular part of a tensor: a slice for each dim."""
 
 
 def local_part(x: Tensor) -> tuple[Tensor, Box]:
@@ -48,17 +48,8 @@ def local_part(x: Tensor) -> tuple[Tensor, Box]:
 def box_of(
     shape: tuple[int, ...], ranks: tuple[int, ...], coordinate: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> Box:
-    """Returns the box of the rank at a coordinate. Mesh axes cut each dim one after the other, as `torch.chunk` cuts.
-
-    Args:
-        shape: shape of the full tensor.
-        ranks: number of ranks of each mesh axis.
-        coordinate: the rank's coordinate on each mesh axis.
-        placements: placement on each mesh axis.
-
-    Raises:
-        ValueError: with these placements, shards are not boxes.
-    """
+    """Returns the box of the full tensor that the rank at a coordinate has. Raises ValueError if it is not a box."""
+    # Mesh axes cut each dim one after the other, as `torch.chunk` cuts.
     box: list[slice] = []
     for dim, size in enumerate(shape):
         start, stop = 0, size
@@ -71,15 +62,10 @@ def box_of(
 
 
 def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequence[Placement]) -> list[int]:
-    """Returns the mesh axes that cut a dim, in the order in which they cut.
-
-    They cut from left to right, except for a strided shard: it cuts after the axes to its right (tensor parallelism)
-    that have cut the dim into `split_factor` parts.
-
-    Args:
-        dims: number of dims of the tensor.
-    """
+    """Returns the mesh axes that cut a dim of a tensor of `dims` dims, in the order in which they cut."""
     order: list[int] = []
+    # Axes cut from left to right, except for a strided shard: it cuts after the axes to its right (tensor parallelism)
+    # that have cut the dim into `split_factor` parts.
     # From the last mesh axis to the first, each axis is inserted into the order of the axes to its right.
     for axis in reversed(range(len(ranks))):
         placement = placements[axis]
@@ -98,7 +84,6 @@ def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequenc
 
 
 def plain_name(name: str) -> str:
-    """Returns the parameter's name in the unwrapped model."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name

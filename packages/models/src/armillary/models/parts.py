@@ -20,9 +20,9 @@ from armillary.models.layers.state_mixers import STATE_MIXERS, Recurrence
 if TYPE_CHECKING:
     from armillary.models.loss.linear import loss_chunk_tokens
 
+# Modules that need FSDP2 or torch.compile, which take seconds to import, and their names here.
 _SLOW_NAMES = {
     "armillary.models.loss.linear": ("loss_chunk_tokens",),
 }
-"""Modules that need FSDP2 or torch.compile, which take seconds to import, and their names here."""
 
 __getattr__ = imported_at_first_use(__name__, _SLOW_NAMES)

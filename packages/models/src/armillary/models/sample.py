@@ -192,20 +192,15 @@ class Sampling:
 
 
 class CachedModel:
-    """A model with a cache for each layer, which the layers use only during `logits`.
-
-    Args:
-        blocks: the model's blocks.
-        mask: causal, with or without a window.
-        room: the largest number of tokens of a row, its prompt included.
-    """
+    """A model with a cache for each layer, which the layers use only during `logits`."""
 
     def __init__(self, model: Llama | GPT, blocks: Sequence[Block], mask: AttentionMask, room: int) -> None:
         self.model, self.blocks, self.mask = model, blocks, mask
+        # `room` is the largest number of tokens of a row, its prompt included.
         self.caches = [CachedStates() if isinstance(x.mixer, StateMixer) else CachedAttention(room) for x in blocks]
         self.axes = dict.fromkeys(axis for block in blocks for axis in cast(Method, block.attention).axes)
+        # Number of cached tokens of each row.
         self.tokens = 0
-        """Number of cached tokens of each row."""
 
     def logits(self, ids: Tensor) -> Tensor:
         """Runs the tokens that follow the cached ones, ids [B, T]. Returns logits [B, V] of the last one."""
@@ -215,10 +210,8 @@ class CachedModel:
             return self.model(ids, positions=positions, mask=self.mask, head=last_logits)[:, 0]
 
     def agree(self, token: Tensor) -> Tensor:
-        """Returns the token [B] that the first rank has chosen: devices of several kinds may round logits differently.
-
-        Bytes sent: at most (P - 1) 8 B on each axis of the method, kind "all_gather".
-        """
+        """Returns the token [B] that the first rank has chosen. Bytes sent: see `generate`."""
+        # Devices of several kinds may round logits differently.
         for axis in self.axes:
             sizes = [int(rank == 0) for rank in range(axis.size)]
             token = start_all_gather(token[:, None][:, : sizes[axis.rank]], axis, sizes).wait()[:, 0]
@@ -250,16 +243,12 @@ def last_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 class CachedAttention:
-    """A layer's attention: over the prompt in the first call, then one query over the cached keys in each call.
+    """A layer's attention: over the prompt in the first call, then one query over the cached keys in each call."""
 
-    Args:
-        room: number of tokens to allocate memory for.
-    """
-
+    # [B, room, K, D]
     keys: Tensor
-    """[B, room, K, D]"""
+    # [B, room, K, Dv]
     values: Tensor
-    """[B, room, K, Dv]"""
 
     def __init__(self, room: int) -> None:
         self.room, self.tokens = room, 0
@@ -267,7 +256,6 @@ class CachedAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, mask: AttentionMask, layout: SequenceLayout | None
     ) -> Tensor:
-        """Computes attention, q [B, T, H, D], k and v [B, T, K, D] -> [B, T, H, D]."""
         start, self.tokens = self.tokens, self.tokens + k.shape[1]
         if start == 0:
             self.keys, self.values = (x.new_empty((len(x), self.room, *x.shape[2:])) for x in (k, v))
@@ -285,15 +273,14 @@ class CachedStates:
     """`StateOperations` that continue from the tokens of earlier calls: a state, and a convolution's last inputs."""
 
     def __init__(self) -> None:
+        # The latest state: [B, H, Dk, Dv], or [B, H, D, Ns] of Mamba-2.
         self.state: Tensor | None = None
-        """The latest state: [B, H, Dk, Dv], or [B, H, D, Ns] of Mamba-2."""
+        # The convolution's last W - 1 inputs: [B, W - 1, C].
         self.tail: Tensor | None = None
-        """The convolution's last W - 1 inputs: [B, W - 1, C]."""
 
     def convolve(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, mask: AttentionMask, layout: SequenceLayout | None
     ) -> Tensor:
-        """Computes the causal depthwise convolution of x [B, T, C] with weight [C, W]."""
         channels, width = weight.shape
         tail = x.new_zeros(len(x), width - 1, channels) if self.tail is None else self.tail
         inputs = torch.cat([tail, x], 1)
@@ -303,6 +290,5 @@ class CachedStates:
     def recur(
         self, recurrence: Recurrence, inputs: Sequence[Tensor], mask: AttentionMask, layout: SequenceLayout | None
     ) -> Tensor:
-        """Computes the recurrence's outputs [B, T, H, Dv]."""
         out, self.state = recurrence(*inputs, initial_state=self.state)
         return out

@@ -37,23 +37,17 @@ from armillary.models.layers.chunked import trained_parameters
 from armillary.models.layers.projections import ProjectionModule
 from armillary.models.layers.state_mixers import StateMixer
 
+# A block's input x, or its attention's output: the two tensors out and lse.
 TensorName = Literal["x", "attention_output"]
-"""A block's input x, or its attention's output: the two tensors out and lse."""
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Selects the tensors that a block stores from forward to backward.
+    """Selects the tensors that a block stores from forward to backward."""
 
-    Args:
-        x: True stores the block's input [B, T, E].
-        attention_output: True stores out [B, T, H, D] and lse [B, T, H].
-        host: True stores these tensors in the host's memory.
-    """
-
-    x: bool
-    attention_output: bool
-    host: bool
+    x: bool  # the block's input [B, T, E]
+    attention_output: bool  # out [B, T, H, D] and lse [B, T, H]
+    host: bool  # True stores them in the host's memory
 
 
 def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> Tensor:
@@ -115,16 +109,12 @@ class CheckpointedBlock(torch.autograd.Function):
 
 
 class StoredTensors(Protocol):
-    """Tensors stored on the device, on the host, or by autograd."""
+    """Tensors stored on the device, on the host, or by autograd. `take` returns them on the device."""
 
-    def take(self) -> Sequence[Tensor]:
-        """Returns the tensors on the device."""
-        ...
+    def take(self) -> Sequence[Tensor]: ...
 
 
 class OnDevice:
-    """Tensors that stay on the device."""
-
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
 
@@ -133,12 +123,10 @@ class OnDevice:
 
 
 class SavedByAutograd:
-    """A slice of an autograd node's saved tensors. Autograd raises if they were changed in place.
-
-    Refers to the node weakly: the node refers to the `Checkpoint`, which would keep it alive in a cycle.
-    """
+    """A slice of an autograd node's saved tensors. Autograd raises if they were changed in place."""
 
     def __init__(self, ctx: Any, indices: slice) -> None:
+        # A weak reference: the node refers to the `Checkpoint`, which would keep it alive in a cycle.
         self.ctx, self.indices = ref(ctx), indices
 
     def take(self) -> Sequence[Tensor]:
@@ -149,17 +137,12 @@ class Checkpoint:
     """The tensors that one run of a block stores for its backward, and their recomputation.
 
     A block that does not store its input x recomputes it from the previous block, whose result is x.
-
-    Args:
-        block_run: the run, which recomputation repeats.
-        autocast: returns a context manager that restores the autocast state of forward.
-        previous: the checkpoint of the previous block.
     """
 
     def __init__(
         self,
         block_run: BlockRun,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        autocast: Callable[[], AbstractContextManager[Any]],  # restores the autocast state of forward
         previous: Checkpoint | None,
     ) -> None:
         self.block_run, self.keep, self.autocast, self.previous = block_run, block_run.keep, autocast, previous
@@ -181,10 +164,7 @@ class Checkpoint:
     def store(
         self, ctx: Any, parameters: Sequence[Tensor], x: Tensor, y: Tensor, attention_output: Sequence[Tensor]
     ) -> None:
-        """Stores those of x and (out, lse) that `keep` selects, and records which tensor is the block's result y.
-
-        They are stored on the host, or on the device as saved tensors of the node `ctx`.
-        """
+        """Stores those of x and (out, lse) that `keep` selects, on the host or as saved tensors of the node `ctx`."""
         names: list[TensorName] = []
         tensors: list[Tensor] = []
         if self.keep.x:
@@ -216,8 +196,7 @@ class Checkpoint:
     def result(self, keep_gathered: bool) -> Tensor:
         """Recomputes the block's result. Stores recomputed inputs and attention outputs for the block's own backward.
 
-        Args:
-            keep_gathered: True leaves the block's parameters gathered under FSDP2, because its backward comes next.
+        With `keep_gathered`, the block's parameters stay gathered under FSDP2, because its backward comes next.
         """
         # 1. x: stored, or the previous block's result. This recurses to the first block of the segment, which stored x.
         new_tensors: dict[TensorName, Sequence[Tensor]] = (
@@ -286,17 +265,13 @@ class Gathers(Protocol):
 
 @contextmanager
 def unsharded_parameters(block: Any, keep_gathered: bool) -> Generator[None]:
-    """Context manager that gathers a block's parameters under FSDP2, to recompute the block outside of FSDP's hooks.
-
-    Args:
-        keep_gathered: True leaves them gathered at the end. The block's backward, which comes next, reshards them.
-    """
+    """Context manager that gathers a block's parameters under FSDP2, to recompute the block outside of FSDP's hooks."""
     if not isinstance(block, Gathers):
         yield
         return
     block.unshard()
     yield
-    if not keep_gathered:
+    if not keep_gathered:  # otherwise the block's backward, which comes next, reshards them
         block.reshard()
 
 
@@ -305,22 +280,17 @@ def unsharded_parameters(block: Any, keep_gathered: bool) -> Generator[None]:
 
 @dataclass
 class BlockRun(ABC):
-    """One run of a block, forward and backward, which can be repeated.
+    """One run of a block, forward and backward, which can be repeated."""
 
-    Args:
-        keep: which tensors to store for backward.
-        chunk, prefetch: as in `Checkpointing`.
-        draws: state of the random number generators, from which recomputation draws the same numbers.
-    """
-
+    # True if `differentiate` needs attention's out and lse; False if it recomputes the whole block from x.
     needs_output: ClassVar[bool]
-    """True if `differentiate` needs attention's out and lse; False if it recomputes the whole block from x."""
 
     block: Block
     context: Context
     keep: Keep
-    chunk: int | None
+    chunk: int | None  # as `prefetch`, of `Checkpointing`
     prefetch: bool
+    # The state of the random number generators, from which recomputation draws the same numbers.
     draws: RNGReplay = field(default_factory=RNGReplay, kw_only=True)
 
     def replay(self) -> Self:
@@ -332,11 +302,7 @@ class BlockRun(ABC):
         """Computes the mixer's out [B, T, H, D], and attention's lse [B, T, H] (an empty tensor for other mixers)."""
 
     def after_attention(self, x: Tensor, out: Tensor, buffer: Tensor | None) -> Tensor:
-        """Computes the block's result [B, T, E] from its input and attention's output, in chunks of tokens.
-
-        Args:
-            buffer: memory for the result; None allocates it.
-        """
+        """Computes the block's result [B, T, E] in chunks of tokens. `buffer` is memory for it."""
         with label("mlp"):
             return chunked.forward(
                 self.block.after_attention, (x, out), self.draws, self.chunk, buffer, self.block.gathered_ranks
@@ -345,11 +311,9 @@ class BlockRun(ABC):
     def differentiate_after_attention(
         self, x: Tensor, out: Tensor, dx: Tensor, dout: Tensor | None, totals: GradientSums, needs_dx: bool
     ) -> None:
-        """Backward of `after_attention`, chunk by chunk.
+        """Backward of `after_attention`, chunk by chunk. Writes the gradient of out to `dout`, if it is needed.
 
-        Args:
-            dx: on entry dy; overwritten, if `needs_dx`, by the gradient of x through the residual and the MLP.
-            dout: memory for the gradient of out; None if it is not needed.
+        `dx` is dy on entry. If `needs_dx`, it is overwritten by the gradient of x through the residual and the MLP.
         """
         with label("mlp"):
             grads, chunking = (dx if needs_dx else None, dout), (self.chunk, self.block.gathered_ranks)
@@ -363,21 +327,16 @@ class BlockRun(ABC):
     def differentiate(
         self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
     ) -> None:
-        """Runs the block's backward.
+        """Runs the block's backward. Adds the gradients of parameters to `totals`.
 
         Args:
-            x: the block's input.
             output: (out, lse), or empty unless `needs_output`.
-            dx: on entry the gradient dy of the block's result; overwritten by the gradient of x.
-            totals: sums to which the gradients of the parameters are added.
-            needs_dx: False if x requires no gradient: then `dx` is only read.
+            dx: on entry the gradient dy of the block's result. Overwritten by the gradient of x, if `needs_dx`.
         """
 
 
 @dataclass
 class AttentionRun(BlockRun):
-    """One run of a block with attention, forward and backward."""
-
     needs_output = True
 
     upipe: UPipe
@@ -403,25 +362,19 @@ class AttentionRun(BlockRun):
         return cls(block, context, keep, chunk, prefetch, UPipe.for_method(method), call)
 
     def source(self, x: Tensor, dx: Tensor | None = None, totals: GradientSums | None = None) -> Projected:
-        """Returns the source of q, k and v, which projects x for a few heads at a time.
+        """Returns the source of q, k and v, which projects x (`attention_input`) for a few heads at a time.
 
-        Args:
-            x: the input of the projections (`attention_input`).
-            dx: the gradient of x is added to it in backward.
-            totals: the gradients of parameters are added to it in backward.
+        Backward adds the gradient of x to `dx`, and those of parameters to `totals`.
         """
         projections = self.block.projections(self.context, normed=self.block.gathered_ranks > 1)
         totals = GradientSums() if totals is None else totals
         return Projected(x, projections, self.chunk, dx, totals, self.draws)
 
     def attention_input(self, x: Tensor) -> Tensor:
-        """Returns the input of the projections.
-
-        Without tensor parallelism it is x: the projections apply the norm, again for each stage of heads. Under tensor
-        parallelism it is norm(x) of all ranks' tokens, so that the tokens are gathered only once.
-        """
-        if self.block.gathered_ranks == 1:
+        """Returns the input of the projections."""
+        if self.block.gathered_ranks == 1:  # the projections apply the norm, again for each stage of heads
             return x
+        # norm(x) of all ranks' tokens, so that the tokens are gathered only once.
         normed_x = chunked.forward(
             self.block.norm, (x,), RNGReplay(), self.chunk, gathered_ranks=self.block.gathered_ranks
         )
@@ -433,7 +386,6 @@ class AttentionRun(BlockRun):
             return self.upipe.attend(self.source(self.attention_input(x)), self.call, buffer)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (the block's result, out, lse). The result overwrites out if it fits and out is not stored."""
         # `key_heads` has an entry for each of this rank's query heads. `tokens` counts the padding of gathered tokens.
         heads, tokens = len(self.call.key_heads), x.shape[1] * self.block.gathered_ranks
         width = self.block.gathered_ranks * heads * cast(ProjectionModule, self.block.mixer).head_dim
@@ -452,7 +404,6 @@ class AttentionRun(BlockRun):
     def differentiate(
         self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
     ) -> None:
-        """Overwrites dx, which is dy on entry, by the gradient of x. See `BlockRun.differentiate`."""
         out, lse = output
         projections = self.block.projections(self.context, normed=False)
         needs_attention = needs_dx or any(p.requires_grad for p in projections.parameters())
@@ -483,19 +434,16 @@ class StateRun(BlockRun):
     needs_output = False
 
     def attend(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes the mixer's out. Returns an empty tensor in place of attention's lse."""
         with self.draws.at("mixer", x.device):
             return attend(self.block, x, self.context), x.new_empty(0)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (the block's result, out, an empty tensor)."""
         out, lse = self.attend(x)
         return self.after_attention(x, out, None), out, lse
 
     def differentiate(
         self, x: Tensor, output: Sequence[Tensor], dx: Tensor, totals: GradientSums, needs_dx: bool
     ) -> None:
-        """Overwrites dx, which is dy on entry, by the gradient of x. See `BlockRun.differentiate`."""
         # 1. Recompute the mixer from x, under autograd, which then differentiates it in step 3.
         leaf = x.detach().requires_grad_(needs_dx)
         with torch.enable_grad():

@@ -21,10 +21,10 @@ from armillary.core.parts import compat
 def writable(grad_outputs: tuple[Tensor, ...]) -> Tensor:
     """Returns the one gradient in `grad_outputs` if it is contiguous and nothing else refers to it, else a copy.
 
-    Call it first in the `backward(ctx, *grad_outputs)` of a once-differentiable `autograd.Function`. If a hook, a
-    caller of `torch.autograd.grad` or another node of the graph keeps the gradient, or if it is a view of another
-    tensor, it has at least one reference more than `baseline_counts`.
+    Call it first in the `backward(ctx, *grad_outputs)` of a once-differentiable `autograd.Function`.
     """
+    # If a hook, a caller of `torch.autograd.grad` or another node of the graph keeps the gradient, or if it is a view
+    # of another tensor, it has at least one reference more.
     counts = references(grad_outputs)
     (grad,) = grad_outputs
     unshared = all(count <= baseline for count, baseline in zip(counts, baseline_counts(type(grad)), strict=True))
@@ -40,10 +40,8 @@ def references(grad_outputs: tuple[Tensor, ...]) -> tuple[int, int, int]:
 
 @cache
 def baseline_counts(kind: type[Tensor]) -> tuple[int, int, int]:
-    """Returns the reference counts of an unshared gradient of this class.
-
-    They are measured, because autograd's engine has references too, whose number differs between releases.
-    """
+    """Returns the reference counts of an unshared gradient of this class."""
+    # Measured, because autograd's engine has references too, whose number differs between releases.
     with torch.enable_grad():
         x = torch.ones(1, requires_grad=True)
         if type(x.detach()) is not kind:  # a tensor subclass may have references of its own: always copy

@@ -22,18 +22,16 @@ from torch import Tensor
 
 from armillary.core import label
 
+# Largest size of a pinned buffer, in bytes. torch rounds a buffer's size up to a power of two, so one buffer for a
+# whole tensor could take almost twice the tensor's bytes.
 PINNED = 2**26
-"""Largest size of a pinned buffer, in bytes. torch rounds a buffer's size up to a power of two, so one buffer for a
-whole tensor could take almost twice the tensor's bytes."""
 
 
 class SideStream:
-    """A GPU stream for copies."""
-
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
+        # Returns the latest transfer to the host, by a weak reference; None if there was none, or it was deleted.
         self.latest_copy: Callable[[], Transfer | None] = lambda: None
-        """Returns the latest transfer to the host, by a weak reference; None if there was none, or it was deleted."""
 
     def start(self, copy: Callable[[], None]) -> Callable[[], None]:
         """Runs `copy` after all work queued on the current stream.
@@ -86,23 +84,16 @@ _stream_of_gpu = cache(SideStream)
 
 
 def finish_latest_copy(device: torch.device) -> None:
-    """Makes the current stream wait for the latest transfer to the host, and releases its device tensors.
-
-    Called at the end of a block's forward, when the previous block's transfer has overlapped with this block, and
-    before the next transfer to the host.
-    """
+    """Makes the current stream wait for the latest transfer to the host, and releases its device tensors."""
+    # Called at the end of a block's forward, when the previous block's transfer has overlapped with this block, and
+    # before the next transfer to the host.
     side = side_stream(device)
     if side is not None and (transfer := side.latest_copy()) is not None:
         transfer.finish()
 
 
 class Transfer:
-    """A copy in flight between host and device. Refers to the device's tensors until `finish` or its own deletion.
-
-    Args:
-        tensors: the tensors on the device.
-        copy: starts the copy, in either direction.
-    """
+    """A copy in flight between host and device. Refers to the device's tensors until `finish` or its own deletion."""
 
     def __init__(self, tensors: Sequence[Tensor], copy: Callable[[], None]) -> None:
         self.tensors, self._wait = tensors, None
@@ -135,33 +126,25 @@ class HostCopy:
             self.buffers = [torch.empty(n, dtype=x.dtype, device="cpu", pin_memory=pinned) for n in sizes]
 
     def write(self, x: Tensor) -> None:
-        """Starts to copy the tensor to the host."""
         for buffer, source in zip(self.buffers, x.detach().reshape(-1).split(self.size), strict=True):
             buffer.copy_(source, non_blocking=True)
 
     def read(self, x: Tensor) -> None:
-        """Starts to copy the host's values to a tensor."""
         for buffer, target in zip(self.buffers, x.view(-1).split(self.size), strict=True):
             target.copy_(buffer, non_blocking=True)
 
     def empty_on_device(self) -> Tensor:
-        """Returns an uninitialized tensor of the same shape and dtype on the original tensor's device."""
         with label("checkpoints"):
             return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class OffloadedTensors:
-    """Copies of tensors in the host's memory.
-
-    On CUDA this object also refers to the device's tensors until the next layer's forward is done
-    (`finish_latest_copy`), or until `finish_copy`, `take` or its own deletion. So in forward the tensors of two layers
-    are on the device at once.
-
-    Args:
-        tensors: the tensors to copy, on one device. They must not be written to while this object lives.
-    """
+    """Copies of tensors, which must not be written to meanwhile, in the host's memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        # On CUDA this object also refers to the device's tensors until the next layer's forward is done
+        # (`finish_latest_copy`), or until `finish_copy`, `take` or its own deletion. So in forward the tensors of two
+        # layers are on the device at once.
         self.host = [HostCopy(x) for x in tensors]
         self.copy_to_device: Transfer | None = None
         # Releases the previous layer's tensors before this object refers to its own.
@@ -194,6 +177,5 @@ class OffloadedTensors:
 
 
 def copy_all(copy: Callable[[HostCopy, Tensor], None], host: Sequence[HostCopy], tensors: Sequence[Tensor]) -> None:
-    """Applies `copy`, which is `HostCopy.write` or `HostCopy.read`, to each pair of host copy and tensor."""
     for host_copy, tensor in zip(host, tensors, strict=True):
         copy(host_copy, tensor)

@@ -147,10 +147,7 @@ class Checkpointing:
 def segment_sizes(layers: int, inputs: int, outputs: int) -> tuple[int, ...]:
     """Returns the number of blocks of each segment, in order, for the lowest peak number of stored tensors.
 
-    Args:
-        layers: number of blocks.
-        inputs: number of inputs stored in forward, one per segment.
-        outputs: number of last blocks that store attention's output in forward.
+    Forward stores `inputs` inputs, one per segment, and the attention outputs of the last `outputs` blocks.
     """
     # Everything stored in forward is alive when backward begins, so no peak is lower. The smallest peak for which
     # segments as long as possible cover all layers is the answer.
@@ -180,11 +177,8 @@ def peak_count(layers: int, inputs: int, outputs: int) -> int:
 
 
 def _longest_segments(layers: int, inputs: int, outputs: int, limit: int) -> tuple[int, ...] | None:
-    """Returns segment sizes, each as large as a peak of `limit` tensors allows, starting from the last segment.
-
-    None if `inputs` such segments do not cover all layers.
-    """
-    sizes, end = list[int](), layers
+    """Returns segment sizes, each as large as a peak of `limit` tensors allows; None if they don't cover all layers."""
+    sizes, end = list[int](), layers  # from the last segment on
     for segments in range(inputs, 0, -1):  # the number of segments up to block `end`, this one included
         size, longest = 1, end - (segments - 1)  # each earlier segment has at least one block
         # Alive while this segment is recomputed: the inputs of `segments` segments, and the outputs that blocks before
@@ -199,27 +193,20 @@ def _longest_segments(layers: int, inputs: int, outputs: int, limit: int) -> tup
 def recomputed_counts(start: int, end: int, without: int) -> tuple[int, int]:
     """Returns the numbers of inputs and attention outputs that recomputing the blocks start to end - 1 adds.
 
-    The segment's first block has stored its input in forward. Its last block's input and output are used at once, and
-    do not count.
-
-    Args:
-        without: number of first blocks that store no attention output in forward.
+    The first `without` blocks of the model stored no attention output in forward.
     """
+    # The segment's first block stored its input. Its last block's input and output are used at once: they don't count.
     inputs = max(0, end - start - 2)
     outputs = max(0, min(end - 1, without) - start)
     return inputs, outputs
 
 
 def tensors_by_block(layers: int, inputs: int, outputs: int, host: int) -> tuple[Keep, ...]:
-    """Returns which tensors each block stores, in order.
+    """Returns which tensors each block stores, in order: `inputs` blocks their input, the last `outputs` attention's.
 
-    Args:
-        layers: number of blocks.
-        inputs: number of blocks that store their input.
-        outputs: number of last blocks that store attention's output.
-        host: number of first blocks that store their tensors in the host's memory. If it is not 0, each of the later
-            blocks stores its input, on the device.
+    The first `host` blocks store their tensors in the host's memory.
     """
+    # If any block offloads, each of the later ones stores its input, on the device.
     on_device = layers - host if host else 0
     sizes = ()
     if layers > on_device:  # segments of the first blocks

@@ -27,6 +27,7 @@ C = TypeVar("C", LlamaConfig, GPTConfig)
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 
+# Fields of `config.json` that do not affect our computation. A save copies them from the original weights' folder.
 COPIED = (
     "bos_token_id",
     "eos_token_id",
@@ -39,8 +40,8 @@ COPIED = (
     "resid_pdrop",
     "task_specific_params",
 )
-"""Fields of `config.json` that do not affect our computation. A save copies them from the original weights' folder."""
 
+# Fields that are the same for each GPT.
 GPT_CONSTANTS = {
     "activation_function": "gelu_new",
     "tie_word_embeddings": True,
@@ -48,19 +49,19 @@ GPT_CONSTANTS = {
     "embd_pdrop": 0.0,
     "resid_pdrop": 0.0,
 }
-"""Fields that are the same for each GPT."""
 
+# The class of each `rope_type` of Hugging Face.
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
-"""The class of each `rope_type` of Hugging Face."""
 
+# The default of `rope_theta` in `transformers`.
 THETA = 10_000.0
-"""The default of `rope_theta` in `transformers`."""
 
 ORIGINAL = "original_max_position_embeddings"
 
 
 # -- families ----------------------------------------------------------------------------------------------------------
 
+# From names in `config.json` to fields of `LlamaConfig`, for the fields that all families of LLaMA have.
 LLAMA_FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "dim",
@@ -73,8 +74,8 @@ LLAMA_FIELDS = {
     "max_position_embeddings": "max_positions",
     "tie_word_embeddings": "tied_embeddings",
 }
-"""From names in `config.json` to fields of `LlamaConfig`, for the fields that all families of LLaMA have."""
 
+# From names in `config.json` to fields of `GPTConfig`.
 GPT_FIELDS = {
     "vocab_size": "vocab_size",
     "n_embd": "dim",
@@ -83,51 +84,43 @@ GPT_FIELDS = {
     "n_positions": "max_positions",
     "layer_norm_epsilon": "norm_eps",
 }
-"""From names in `config.json` to fields of `GPTConfig`."""
 
+# Fields without a default in all families of LLaMA.
 LLAMA_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-"""Fields without a default in all families of LLaMA."""
 
+# Defaults of `transformers` that are the same in all families of LLaMA.
 LLAMA_DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-"""Defaults of `transformers` that are the same in all families of LLaMA."""
 
+# `Family.computed` of all families.
 ALWAYS: dict[str, tuple[Any, ...]] = {
     "quantization_config": (),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
 }
-"""`Family.computed` of all families."""
+# `Family.computed` of all families of LLaMA.
 SWIGLU: dict[str, tuple[Any, ...]] = ALWAYS | {"hidden_act": ("silu", "swish")}
-"""`Family.computed` of all families of LLaMA."""
 
 
 class Family(NamedTuple):
-    """A `model_type`.
+    """A `model_type`."""
 
-    Args:
-        architecture: the model's class in `transformers`, with a head.
-        defaults: defaults of `transformers` for absent fields.
-        computed: for each field that selects a computation, the values that our models compute. The field may also be
-            absent or null. With any other value, the file describes a model that we do not have.
-        required: names of fields in `config.json` that have no default.
-        fields: from names in `config.json` to fields of our config.
-        config: our class of config.
-    """
-
-    architecture: str
-    defaults: Mapping[str, Any]
+    architecture: str  # the model's class in `transformers`, with a head
+    defaults: Mapping[str, Any]  # of `transformers`, for absent fields
+    # For each field that selects a computation, the values that our models compute. The field may also be absent or
+    # null. With any other value, the file describes a model that we do not have.
     computed: Mapping[str, tuple[Any, ...]]
-    required: tuple[str, ...] = LLAMA_REQUIRED
-    fields: Mapping[str, str] = LLAMA_FIELDS
+    required: tuple[str, ...] = LLAMA_REQUIRED  # fields of `config.json` without a default
+    fields: Mapping[str, str] = LLAMA_FIELDS  # from names in `config.json` to fields of our config
     config: type[Config] = LlamaConfig
 
 
+# Our own `model_type`, for models with other mixers than attention. `transformers` does not have it.
 HYBRID = "armillary_hybrid"
-"""Our own `model_type`, for models with other mixers than attention. `transformers` does not have it."""
 
+# Fields of `LlamaConfig` that a hybrid's file states. In other families the `model_type` determines most of them.
 HYBRID_FLAGS = ("qk_norm", "qkv_bias", "out_bias", "mlp_bias")
-"""Fields of `LlamaConfig` that a hybrid's file states. In other families the `model_type` determines most of them."""
 
+# The supported families by `model_type`. Defaults are those of the family's config class in `transformers`.
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
@@ -177,7 +170,6 @@ FAMILIES = {
         config=GPTConfig,
     ),
 }
-"""The supported families by `model_type`. Defaults are those of the family's config class in `transformers`."""
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -269,11 +261,7 @@ def parse(fields: Mapping[str, Any]) -> Config:
 
 
 def read_field(family: Family, name: str, value: object) -> int | float | bool:
-    """Returns the value of a field of `config.json`, checked against the type of its counterpart in our config.
-
-    Raises:
-        ValueError: the value has another type, is a size below 1, or is not finite. The error names the field.
-    """
+    """Returns the value of a field of `config.json`, checked against the type of its counterpart in our config."""
     types = {field.name: field.type for field in dataclass_fields(family.config)}
     match types[family.fields[name]]:
         case "int":
@@ -312,11 +300,7 @@ def llama_config(kind: str, fields: Mapping[str, Any], sizes: dict[str, Any]) ->
 
 
 def read_hybrid(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of `LlamaConfig` that only our own `model_type` has: mixers, sizes of states, and flags.
-
-    Raises:
-        ValueError: a field has another type, or `states` other sizes. The error names the field.
-    """
+    """Returns the options of `LlamaConfig` that only our own `model_type` has: mixers, sizes of states, and flags."""
     mixers, states = fields["mixers"], fields["states"]
     names = [field.name for field in dataclass_fields(StateConfig)]
     if not isinstance(mixers, list) or not all(isinstance(mixer, str) for mixer in cast("list[object]", mixers)):
@@ -362,14 +346,9 @@ def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int 
 
 
 def describe(config: Config, dtype: torch.dtype, source: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the contents of `config.json` for our config.
+    """Returns the contents of `config.json` for our config, with the fields `COPIED` of `source`.
 
-    Args:
-        dtype: dtype of the weights.
-        source: fields of another `config.json`, from which the fields `COPIED` are taken.
-
-    Raises:
-        ValueError: no family has this combination of options.
+    Raises ValueError if no family has this combination of options.
     """
     kind = "gpt2" if isinstance(config, GPTConfig) else llama_family(config)
     family = FAMILIES[kind]
@@ -406,11 +385,7 @@ def describe_llama(kind: str, config: LlamaConfig) -> dict[str, Any]:
 
 
 def llama_family(config: LlamaConfig) -> str:
-    """Returns a `model_type` that has the config's combination of options.
-
-    Raises:
-        ValueError: no family has this combination.
-    """
+    """Returns a `model_type` that has the config's combination of options. Raises ValueError if none has it."""
     if config.states is not None:
         return HYBRID
     biases = (config.qkv_bias, config.out_bias, config.mlp_bias)
@@ -473,13 +448,7 @@ def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, Rop
 
 
 def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], max_positions: int) -> RopeScaling:
-    """Returns a scaling, with the defaults of `transformers`.
-
-    Args:
-        kind: the `rope_type`.
-        options: its fields in `rope_scaling` or `rope_parameters`.
-        fields: all fields of the `config.json`.
-    """
+    """Returns the scaling of `rope_type` `kind`, with the defaults of `transformers`."""
     for name, value in options.items():
         if value is not None:
             check_bool(name, value) if name == "truncate" else number(name, value)

@@ -15,8 +15,8 @@ from armillary.models import hub
 from armillary.models.block import AttentionFunction
 from armillary.models.parameters import plain_name
 
+# Fields in which a model's config may differ from the folder's, to train the model on longer sequences.
 UNCHECKED = ("rope_theta", "rope_scaling", "max_positions", "window", "window_from")
-"""Fields in which a model's config may differ from the folder's, to train the model on longer sequences."""
 
 
 class Pretrained(nn.Module):
@@ -119,9 +119,6 @@ def load_pretrained(model: Pretrained, folder: str | PathLike[str]) -> None:
 
 
 def parameters_by_name(model: nn.Module) -> Mapping[str, Tensor]:
-    """Returns the parameters by their names in the unwrapped model.
-
-    Calls `state_dict`, at which FSDP2 reshards parameters that are still gathered, in the compute dtype, after a
-    forward pass.
-    """
+    """Returns the parameters by their names in the unwrapped model."""
+    # At `state_dict`, FSDP2 reshards parameters that are still gathered, in the compute dtype, after a forward pass.
     return {plain_name(name): tensor for name, tensor in model.state_dict().items()}

@@ -28,20 +28,20 @@ from armillary.models.parameters import Box, local_part
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
+# Suffixes of weights that are pickles, which are never read.
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-"""Suffixes of weights that are pickles, which are never read."""
 
+# Largest number of faults that an error lists. Of further faults it gives only the number.
 MAX_FAULTS = 8
-"""Largest number of faults that an error lists. Of further faults it gives only the number."""
 
 LLAMA_NAMES = "model.", re.compile(r".*rotary_emb\.inv_freq")
+# Prefix of the names in files; and names of tensors that are not read, because the config determines their values.
 GPT_NAMES = "transformer.", re.compile(r".*\.attn\.(bias|masked_bias)")
-"""Prefix of the names in files; and names of tensors that are not read, because the config determines their values."""
 
+# Names of GPT parameters that are parts of one tensor in files, `c_attn`.
 FUSED = re.compile(r"(.*\.attn\.)([qkv])_proj\.(weight|bias)")
-"""Names of GPT parameters that are parts of one tensor in files, `c_attn`."""
+# Names of GPT parameters that are transposed in files.
 TRANSPOSED = re.compile(r".*\.(q_proj|k_proj|v_proj|c_proj|c_fc)\.weight")
-"""Names of GPT parameters that are transposed in files."""
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -81,19 +81,12 @@ def weight_map(folder: Path) -> dict[str, str] | None:
 
 @dataclass(frozen=True)
 class FileSlice:
-    """The slice of a tensor in a file that contains one parameter of the model.
+    """The slice of a tensor in a file that contains one parameter of the model."""
 
-    Args:
-        name: name of the tensor in the file.
-        shape: shape of the tensor in the file.
-        start: first index of the parameter along the file tensor's last dim.
-        transposed: True if the file has the parameter's two dims exchanged.
-    """
-
-    name: str
+    name: str  # of the file's tensor, as is `shape`
     shape: tuple[int, ...]
-    start: int = 0
-    transposed: bool = False
+    start: int = 0  # first index of the parameter along the file tensor's last dim
+    transposed: bool = False  # the file has the parameter's two dims exchanged
 
     def index(self, box: Box) -> Box:
         """Converts a box of the parameter to a box of the file's tensor."""
@@ -106,13 +99,8 @@ class FileSlice:
 
 
 def parameter_shapes(build: Callable[[Any], nn.Module], config: LlamaConfig | GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the parameters of the config's model, by name.
-
-    Builds a model of one block for each mixer, on "meta", and repeats the block's shapes for all layers with the mixer.
-
-    Args:
-        build: builds a model from a config.
-    """
+    """Returns the shapes of the parameters of the config's model, by name."""
+    # Builds a model of one block for each mixer, on "meta", and repeats its shapes for all layers with the mixer.
     layers_by_mixer: dict[Mixer | None, list[int]] = {}
     for layer in range(config.layers):
         mixer = config.mixer_of(layer) if isinstance(config, LlamaConfig) else None
@@ -154,9 +142,6 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Reads full parameters to the CPU, in `dtype` or by default the file's dtype.
 
-    Args:
-        build: builds a model from a config.
-
     Raises:
         ValueError: a file is missing or broken, or a tensor is missing, unexpected, of another shape or of no dtype of
             `FLOATS`. The error names the file or tensor.
@@ -191,11 +176,7 @@ def fill(folder: Path, config: LlamaConfig | GPTConfig, parameters: Mapping[str,
 
 
 def check_weights(folder: Path, config: LlamaConfig | GPTConfig, build: Callable[[Any], nn.Module]) -> None:
-    """Raises ValueError unless the folder's weights have the shapes of the config's model. Reads headers only.
-
-    Args:
-        build: builds a model from a config.
-    """
+    """Raises ValueError unless the folder's weights have the shapes of the config's model. Reads headers only."""
     with open_parameters(folder, config, partial(parameter_shapes, build, config)):
         pass
 
@@ -207,9 +188,6 @@ def open_parameters(
     """Context manager that opens a folder's files, and returns a function that reads a box of a parameter, by name.
 
     The box that is read may be a view of the mapped file.
-
-    Args:
-        shapes: returns the shape of each parameter; called once the number of layers is checked.
 
     Raises:
         ValueError: a file is missing or broken, or the files have tensors of other names, shapes or dtypes.

@@ -20,6 +20,7 @@ from torch import Tensor
 from armillary.core.parts import file_size
 from armillary.models.parameters import Box
 
+# Data types by their names in files. No others are read or written.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -30,9 +31,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Data types by their names in files. No others are read or written."""
+# Data types that weights may have.
 FLOATS = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point}
-"""Data types that weights may have."""
 
 SUFFIX = ".safetensors"
 

@@ -27,15 +27,16 @@ from armillary.models.hub.configs import CONFIG, GENERATION, describe
 from armillary.models.hub.read import INDEX, WEIGHTS, FileSlice, file_slices
 from armillary.models.hub.safetensors import FLOATS, SUFFIX, split, tensor_bytes
 
+# The default of `save_pretrained` in `transformers`.
 MAX_FILE_BYTES = 5 * 10**9
-"""The default of `save_pretrained` in `transformers`."""
 
+# The names that `save_pretrained` gives to files of weights.
 WEIGHT_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-"""The names that `save_pretrained` gives to files of weights."""
 
+# Suffix of a file that is being written. The complete file is renamed to the name without it.
 PARTIAL = ".partial"
-"""Suffix of a file that is being written. The complete file is renamed to the name without it."""
 
+# Files that `save_pretrained` copies from the folder of the model's original weights.
 TOKENIZER = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -47,19 +48,15 @@ TOKENIZER = (
     "chat_template.jinja",
     GENERATION,
 )
-"""Files that `save_pretrained` copies from the folder of the model's original weights."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor to be written to a file.
-
-    Args:
-        sources: the model's parameters that are joined into it, in order, each with its slice of this tensor.
-    """
+    """A tensor to be written to a file."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    # The model's parameters that are joined into it, in order, each with its slice of this tensor.
     sources: list[tuple[FileSlice, Tensor]]
 
     @property
@@ -75,11 +72,7 @@ def save(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes `config`, `tensors` and copies of the tokenizer's files in `source`. See `Pretrained.save_pretrained`.
-
-    Args:
-        tensors: the model's parameters by name.
-    """
+    """Writes `config`, `tensors` and copies of the tokenizer's files in `source`. See `Pretrained.save_pretrained`."""
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     ranks = SavingRanks(dist.get_rank(), dist.get_world_size()) if is_sharded else SavingRanks(0, 1)
     # 1. Check the arguments. `source` may be missing on some of the ranks only.
@@ -107,11 +100,7 @@ def save(
 
 
 def write_round(target: Path, files: Mapping[str, Mapping[str, FileTensor]], ranks: SavingRanks) -> None:
-    """Gathers the tensors of at most one file per rank, then writes the files concurrently. Collective.
-
-    Args:
-        files: rank i writes the i-th of these files.
-    """
+    """Gathers the tensors of at most one file per rank, then writes the files concurrently. Collective."""
     own_tensors: dict[str, Tensor] = {}
     # The gathers are collective: every rank takes part in all of them, in the same order.
     for writing_rank, file_tensors in enumerate(files.values()):
@@ -120,6 +109,7 @@ def write_round(target: Path, files: Mapping[str, Mapping[str, FileTensor]], ran
             if values is not None:
                 own_tensors[name] = values
             del values  # frees the values before the next tensor is gathered
+    # Rank i writes the i-th of these files.
     path = target / list(files)[ranks.rank] if ranks.rank < len(files) else None
     ranks.run(lambda: path and write_partial(path, tensor_bytes(own_tensors, {"format": "pt"})))
 
@@ -130,7 +120,6 @@ def check(
     dtype: torch.dtype | None,
     max_file_bytes: int,
 ) -> None:
-    """Raises ValueError if a tensor or another argument cannot be saved."""
     for name, tensor in tensors.items():
         if tensor.is_meta:
             raise ValueError(f"cannot save {name}: it has no data")
@@ -197,14 +186,9 @@ def as_json(fields: Mapping[str, Any]) -> bytes:
 
 
 def commit(target: Path, files: Mapping[str, Mapping[str, FileTensor]], contents: dict[str, bytes]) -> None:
-    """Writes index and other files, and renames all new files over the old ones. Runs on one rank.
+    """Writes index and other files (`contents`), and renames all new files over the old ones. Runs on one rank.
 
-    Weights come first, index and `config.json` last. During the renames a folder of several files has no index. So
-    readers refuse it instead of mixing old and new files.
-
-    Args:
-        files: the tensors of each file of weights; these files are complete under their temporary names.
-        contents: contents of the other files, by name.
+    The files of weights (`files`) are complete under their temporary names.
     """
     if len(files) > 1:
         files_by_tensor = {name: file for file, tensors in files.items() for name in tensors}
@@ -224,7 +208,7 @@ def commit(target: Path, files: Mapping[str, Mapping[str, FileTensor]], contents
         for name, content in contents.items():
             write_partial(target / name, [content])
         # 3. Before the renames, remove the index and, if several files replace it, the single file: without both,
-        # readers refuse the folder.
+        # readers refuse the folder instead of mixing old and new files. Weights come first, index and config.json last.
         (target / INDEX).unlink(missing_ok=True)
         if len(files) > 1:
             (target / WEIGHTS).unlink(missing_ok=True)
@@ -256,7 +240,6 @@ def replace_by_partial(path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Removes the partial file of `path`, if there is one."""
     partial_path(path).unlink(missing_ok=True)
 
 

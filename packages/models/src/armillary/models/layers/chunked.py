@@ -21,13 +21,12 @@ from armillary.attention.parts import GradientSums, RNGReplay, capture_autocast
 from armillary.core import Axis, all_gather, label, reduce_scatter
 from armillary.core.parts import at_tokens, chunks
 
+# A function from tensors [B, T, ...] to [B, T, E] that computes each token independently. Backward calls it again.
+#
+# The first input has this rank's T tokens. Under tensor parallelism, other inputs and the result may have the tokens of
+# all ranks, `gathered_ranks` for each token of the first input (other inputs without padding, so fewer for the last
+# one). The function gathers or scatters these interleaved tokens itself (`all_gather_interleaved`).
 TokenFunction = Callable[..., Tensor]
-"""A function from tensors [B, T, ...] to [B, T, E] that computes each token independently. Backward calls it again.
-
-The first input has this rank's T tokens. Under tensor parallelism, other inputs and the result may have the tokens of
-all ranks, `gathered_ranks` for each token of the first input (other inputs without padding, so fewer for the last one).
-The function gathers or scatters these interleaved tokens itself (`all_gather_interleaved`).
-"""
 
 
 def in_chunks(
@@ -60,19 +59,16 @@ def forward(
     target: Tensor | None = None,
     gathered_ranks: int = 1,
 ) -> Tensor:
-    """Computes `function(*inputs)`, without autograd, chunk by chunk.
-
-    Args:
-        draws: records the state of the random number generators, so that `backward` draws the same numbers (dropout).
-        target: memory for the result. It may be an input's: each chunk is read before it is overwritten.
-    """
+    """Computes `function(*inputs)`, without autograd, chunk by chunk. `target` is memory for the result."""
     token_count = inputs[0].shape[1]
     for tokens in chunks(token_count, chunk):
+        # `draws` records the state of the random number generators: `backward` draws the same numbers (dropout).
         with draws.at(tokens.start, inputs[0].device):
             y = function(*(chunk_of(x, tokens, token_count, gathered_ranks) for x in inputs))
         if target is None:
             width = y.shape[1] // max(1, tokens.stop - tokens.start)  # tokens of the result per token: 1 or R
             target = y.new_empty((y.shape[0], token_count * width, *y.shape[2:]))
+        # `target` may be the memory of an input, of which this chunk has been read.
         chunk_of(target, tokens, token_count, gathered_ranks).copy_(y)
         del y  # frees it before the next chunk is computed
     assert target is not None
@@ -89,14 +85,10 @@ def backward(
     chunk: int | None = None,
     gathered_ranks: int = 1,
 ) -> None:
-    """Recomputes `function`, chunk by chunk, and computes its gradients.
+    """Recomputes `function` chunk by chunk. Writes the gradients of inputs to `grads`, and adds others to `totals`.
 
     Args:
-        dy: the gradient of the result.
-        grads: memory for each input's gradient; None for an input that needs no gradient. One of them may be `dy`
-            itself: each chunk is read before it is overwritten.
-        totals: sums to which the parameters' gradients are added.
-        draws: replays the random numbers of `forward`.
+        grads: memory for each input's gradient; None for an input that needs no gradient. One of them may be `dy`.
     """
     token_count = inputs[0].shape[1]
     for tokens in chunks(token_count, chunk):
@@ -124,12 +116,7 @@ def backward(
 
 
 def chunk_of(x: Tensor, tokens: slice, token_count: int, gathered_ranks: int) -> Tensor:
-    """Returns a view of x at a chunk's tokens.
-
-    Args:
-        x: [B, token_count, ...], or [B, token_count * gathered_ranks, ...].
-        tokens: the chunk, a slice of `token_count` tokens.
-    """
+    """Returns a view of x [B, token_count, ...] or [B, token_count * gathered_ranks, ...] at a chunk's tokens."""
     width = 1 if x.shape[1] == token_count else gathered_ranks
     return at_tokens(x, slice(tokens.start * width, tokens.stop * width))
 

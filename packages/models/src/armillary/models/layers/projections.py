@@ -103,11 +103,9 @@ class HeadProjections:
         return None if None in descriptions else (self.heads, self.key_heads, self.head_dim, angles, *descriptions)
 
     def of_tokens(self, tokens: slice) -> HeadProjections:
-        """Returns the projections for a slice of the tokens of x: they rotate by these tokens' angles."""
         return self if self.rotation is None else replace(self, rotation=self.rotation.of_tokens(tokens))
 
     def collecting(self, totals: GradientSums) -> HeadProjections:
-        """Returns projections whose backward adds the gradients of plain linear layers to `totals`."""
         return replace(self, totals=totals)
 
     def _project(self, linear: nn.Module, x: Tensor, heads: Sequence[int], count: int) -> Tensor:
@@ -173,7 +171,7 @@ class ProjectionModule(nn.Module):
         )
 
     def projections_of(self, tensors: Sequence[Tensor]) -> HeadProjections:
-        """Rebuilds the projections from the tensors of `HeadProjections.parts`: (), or RoPE's cosines and sines."""
+        """Rebuilds the projections from the tensors of `HeadProjections.parts`."""
         return self.projections(RotaryEmbedding(*tensors) if tensors else None, None)
 
 
@@ -210,15 +208,10 @@ def tensor_key(x: Tensor | None) -> Hashable:
 
 @dataclass(frozen=True)
 class HeadRows:
-    """The rows of h of the H heads in a weight [H D, E] or a bias [H D].
+    """The rows of h of the H heads in a weight [H D, E] or a bias [H D]."""
 
-    Args:
-        heads: indices of the h heads.
-        dim: D, rows per head.
-    """
-
-    heads: tuple[int, ...]
-    dim: int
+    heads: tuple[int, ...]  # indices of the h heads
+    dim: int  # D, rows per head
 
     def of(self, parameter: Tensor) -> Tensor:
         """Returns the rows of the heads, [h D, ...]: a view if the heads are consecutive."""
@@ -229,21 +222,18 @@ class HeadRows:
         update_heads(total.unflatten(0, (-1, self.dim)), self.heads, rows.unflatten(0, (-1, self.dim)), Tensor.add_, 0)
 
     def add_product(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
-        """Adds dy^T x to the heads' rows of `total` [H D, E]. If the heads are consecutive, in one fused op.
-
-        Args:
-            dy: [n, h D].
-            x: [n, E].
-        """
+        """Adds dy^T x to the heads' rows of `total` [H D, E], with dy [n, h D] and x [n, E]."""
         run, *more_runs = head_slices(self.heads)
         if more_runs or run.step != 1:
             self.add_to(total, product(dy, x, total.dtype))
             return
+        # The heads are consecutive: one fused op.
         add_product(total[run.start * self.dim : run.stop * self.dim], dy, x)
 
 
 def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Adds dy^T x to `total`, whose dtype may be wider. `addmm` with `out_dtype` exists on CUDA only."""
+    """Adds dy^T x to `total`, whose dtype may be wider."""
+    # `addmm` with `out_dtype` exists on CUDA only.
     if dy.dtype == total.dtype or not dy.is_cuda:
         total.addmm_(dy.T.to(total.dtype), x.to(total.dtype))
     else:  # tensor cores multiply in the narrow dtype and accumulate in the wide one, without a product in memory
@@ -265,10 +255,7 @@ def collected_linear(x: Tensor, linear: nn.Linear, rows: HeadRows, totals: Gradi
 
 
 class CollectedLinear(torch.autograd.Function):
-    """The autograd function of `collected_linear`.
-
-    Weight and bias are inputs, so that autograd runs backward even if x needs no gradient. Their gradient is None.
-    """
+    # Weight and bias are inputs, so that autograd runs backward even if x needs no gradient. Their gradient is None.
 
     @staticmethod
     def forward(

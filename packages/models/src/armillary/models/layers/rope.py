@@ -23,12 +23,9 @@ class RotaryEmbedding:
 
     Dims i and i + D / 2 of a head make a pair, as in Hugging Face's weights (in Meta's own weights, dims 2i and 2i + 1
     do).
-
-    Args:
-        cos, sin: [T, 1, D / 2], or [B, T, 1, D / 2] if rows have different positions; multiplied by
-            `RopeScaling.amplitude` if there is a scaling.
     """
 
+    # [T, 1, D / 2], or [B, T, 1, D / 2] if rows have different positions; times the scaling's amplitude.
     cos: Tensor
     sin: Tensor
 
@@ -45,10 +42,7 @@ class RotaryEmbedding:
 
         Args:
             positions: integers [T] or [B, T], up to 2^53 (exact in float64).
-            head_dim: D.
-            theta: the base of the frequencies.
             dtype: dtype of the model. Cosines and sines have this dtype, or float32 if it is narrower.
-            scaling: replaces the frequencies, and may scale cosines and sines.
         """
         # In float64: a float32 frequency has a relative error of up to 6e-8: 0.3 radians at position 5,000,000.
         frequencies = plain_frequencies if scaling is None else scaling.frequencies
@@ -60,7 +54,6 @@ class RotaryEmbedding:
         return cls(cos.to(wide), sin.to(wide))
 
     def of_tokens(self, tokens: slice) -> RotaryEmbedding:
-        """Returns the cosines and sines of a slice of the tokens."""
         return RotaryEmbedding(self.cos[..., tokens, :, :], self.sin[..., tokens, :, :])
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -72,10 +65,7 @@ class RotaryEmbedding:
 
 
 class Rotate(torch.autograd.Function):
-    """RoPE as an autograd function that does not save x: backward rotates the gradient by the negative angles.
-
-    Cosines and sines have no gradient.
-    """
+    """RoPE as an autograd function that does not save x: backward rotates the gradient by the negative angles."""
 
     generate_vmap_rule = True
 

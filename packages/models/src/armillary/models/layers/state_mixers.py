@@ -22,11 +22,11 @@ from armillary.core import Axis, SequenceLayout, short_convolution
 from armillary.models.config import Mixer, StateConfig
 from armillary.states import gated_delta_rule, ssd
 
+# Added to the squared length of queries and keys, as in Qwen3-Next.
 NORM_EPS = 1e-6
-"""Added to the squared length of queries and keys, as in Qwen3-Next."""
 
+# `gated_delta_rule` or `ssd`: returns the outputs and the final state.
 Recurrence = Callable[..., tuple[Tensor, Tensor]]
-"""`gated_delta_rule` or `ssd`: returns the outputs and the final state."""
 
 
 @runtime_checkable
@@ -193,5 +193,5 @@ class Mamba2(StateMixer):
         return (normed.flatten(-2) * self.norm_weight).unflatten(-1, v.shape[-2:])
 
 
+# Classes of the mixers with a state.
 STATE_MIXERS: dict[Mixer, type[StateMixer]] = {"delta_rule": GatedDeltaNet, "mamba2": Mamba2}
-"""Classes of the mixers with a state."""

@@ -29,39 +29,22 @@ class TokenLabels:
     """M labels of the tokens of all R ranks of an axis, in the order of their tokens. Each has a weight.
 
     A chunk is a slice of each rank's tokens, the same slice on every rank.
-
-    Args:
-        shape: (B, T), rows and tokens of each. Positions count the tokens of rows padded to a multiple of R tokens.
-        ranks: R, over which tokens are interleaved: position i R + r is token i of rank r.
-        labels: int64 [M].
-        weights: [M], float64, or bool: False for labels that are ignored.
-        positions: [M], the position of the token that predicts each label. None for one label per token, label i for
-            position i: padding has ignored labels.
-        host_positions: the positions on the CPU, so that the labels of a chunk are found without a device sync.
-        order: [M], the index of each label in the caller's order, where that is not the order of positions.
-        largest: the largest label if the host knows it, or -1.
     """
 
-    shape: tuple[int, int]
-    ranks: int
-    labels: Tensor
-    weights: Tensor
+    shape: tuple[int, int]  # (B, T); positions count the tokens of rows padded to a multiple of R tokens
+    ranks: int  # R, over which tokens are interleaved: position i R + r is token i of rank r
+    labels: Tensor  # int64 [M]
+    weights: Tensor  # [M], float64, or bool: False for labels that are ignored
+    # [M], the position of the token that predicts each label. None for one label per token, label i for position i:
+    # padding has ignored labels.
     positions: Tensor | None = None
-    host_positions: Tensor | None = None
-    order: Tensor | None = None
-    largest: int = -1
+    host_positions: Tensor | None = None  # on the CPU: the labels of a chunk are found without a device sync
+    order: Tensor | None = None  # [M], the index of each label in the caller's order, if that is not by position
+    largest: int = -1  # the largest label if the host knows it
 
     @classmethod
     def of(cls, labels: Tensor | LabelTriples, ignore: int, ranks: int = 1) -> TokenLabels:
-        """Returns the labels of a loss.
-
-        Args:
-            labels: integers [B, T], or `LabelTriples`.
-            ignore: the value that marks a token without a label.
-
-        Raises:
-            ValueError: labels are not a local tensor of integers [B, T].
-        """
+        """Returns the labels of a loss. Raises ValueError unless they are triples or local integers [B, T]."""
         if isinstance(labels, LabelTriples):
             tokens = labels.shape[1]
             padding = -tokens % ranks  # at the end of each row, so that the tokens of row b move by b * padding
@@ -77,8 +60,7 @@ class TokenLabels:
     ) -> TokenLabels:
         """Returns labels [M] of tokens `positions` [M], in any order, of B rows of T tokens, a multiple of R.
 
-        Raises:
-            ValueError: labels or positions are not local tensors of integers [M], or a position is not one of the B T.
+        Raises ValueError unless both are local tensors of integers, and each position is one of the B T.
         """
         check_integers("labels", labels, "[M] beside positions", 1)
         check_integers("positions", positions, f"[M] like labels {tuple(labels.shape)}", 1)
@@ -146,25 +128,17 @@ class TokenLabels:
 
 @dataclass(frozen=True)
 class ChunkLabels:
-    """The m labels of a chunk of C tokens. Sums use `index_put_`: unlike `scatter_add_` it is deterministic on a GPU.
+    """The m labels of a chunk of C tokens."""
 
-    Args:
-        indices: the slice of the `TokenLabels` that these labels are.
-        count: C.
-        tokens: [m], the token of each label: its index in the gathered chunk.
-        columns: [m], the label's column of this rank's logits; 0 if another rank has it.
-        is_local: bool [m], True for a label with a weight whose column this rank has.
-        weights: [m].
-        one_per_token: True if each token has exactly one label, with a weight or without.
-    """
+    indices: slice  # of the `TokenLabels`
+    count: int  # C
+    tokens: Tensor  # [m], the token of each label: its index in the gathered chunk
+    columns: Tensor  # [m], the label's column of this rank's logits; 0 if another rank has it
+    is_local: Tensor  # bool [m], True for a label with a weight whose column this rank has
+    weights: Tensor  # [m]
+    one_per_token: bool  # each token has exactly one label, with a weight or without
 
-    indices: slice
-    count: int
-    tokens: Tensor
-    columns: Tensor
-    is_local: Tensor
-    weights: Tensor
-    one_per_token: bool
+    # Sums use `index_put_`: unlike `scatter_add_` it is deterministic on a GPU.
 
     def by_token(self, values: Tensor) -> Tensor:
         """Returns the sum of each token's labels' values, [m] -> [C, 1]."""
@@ -180,8 +154,6 @@ class ChunkLabels:
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
         """Writes d(logits) of the cross entropy to `gradient` [C, V_r]: softmax times factor, minus weights.
 
-        The weight of each label is subtracted in the label's column.
-
         Args:
             softmax: [C, V_r], overwritten.
             factor: [C, 1], the weights `by_token`. In `cross_entropy_` also times 1 + 2 z lse, for the z-loss, and
@@ -189,7 +161,7 @@ class ChunkLabels:
             gradient: may share the memory of `softmax`, or have another dtype.
         """
         elements = self.tokens * softmax.shape[1] + self.columns  # of the flattened logits
-        weights = self.weights.where(self.is_local, 0)
+        weights = self.weights.where(self.is_local, 0)  # each is subtracted in its label's column
         if self.one_per_token:
             at_labels = softmax.view(-1).gather(0, elements) * factor[self.tokens, 0] - weights
             # On the CPU, `mul` with an output of another dtype allocates a temporary, and so does a scatter in
@@ -218,18 +190,7 @@ class VocabularyShard:
 
     @classmethod
     def of(cls, rows: int, axis: DeviceMesh | Axis | None, vocabulary: int | None) -> VocabularyShard:
-        """Returns this rank's part of the vocabulary.
-
-        Rows are cut as by `torch.chunk` and DTensor's `Shard(0)`: ceil(V / R) rows per rank until none are left.
-
-        Args:
-            rows: number of this rank's rows, V_r.
-            axis: a 1-D mesh of R ranks; None for one rank.
-            vocabulary: V, needed with an axis.
-
-        Raises:
-            ValueError: an axis without `vocabulary`, or a number of rows that is not this rank's part of V.
-        """
+        """Returns this rank's part of the vocabulary. Raises ValueError unless `rows` is V_r, or without V."""
         rank_axis = Axis.alone("vocabulary") if axis is None else Axis.of(axis)
         if axis is not None and vocabulary is None:
             raise ValueError(
@@ -237,6 +198,7 @@ class VocabularyShard:
                 f"{rank_axis.size} ranks"
             )
         all_rows = rows if vocabulary is None else vocabulary
+        # As `torch.chunk` and DTensor's `Shard(0)` cut: ceil(V / R) rows per rank until none are left.
         sizes = dtensor.chunk_sizes(all_rows, rank_axis.size)
         if rows != sizes[rank_axis.rank]:
             raise ValueError(
@@ -260,10 +222,7 @@ class VocabularyShard:
         return start_all_gather(x if dtype is None else x.to(dtype), self.axis, self.token_counts(tokens), 0)
 
     def scatter(self, x: Tensor, target: Tensor) -> Callable[[], object]:
-        """Starts a reduce-scatter of x [C, ...]. The returned function waits, and writes this rank's sums to `target`.
-
-        Args:
-            target: [c, ...].
+        """Starts a reduce-scatter of x [C, ...]. The returned function waits, and writes the sums to `target` [c, ...].
 
         Bytes sent: the other ranks' tokens in `x`, kind "reduce_scatter".
         """

@@ -307,21 +307,13 @@ class SavedGradients(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class ChunkedHead:
-    """The checked arguments of a call that are no differentiable tensors.
+    """The checked arguments of a call that are no differentiable tensors."""
 
-    Args:
-        labels: the labels of the tokens of all ranks.
-        shard: this rank's rows of the weight.
-        chunk: number of tokens of all ranks in a chunk.
-        dtype: dtype of the matmuls.
-        wide: dtype of sums.
-    """
-
-    labels: TokenLabels
+    labels: TokenLabels  # of the tokens of all ranks
     shard: VocabularyShard
-    chunk: int
-    dtype: torch.dtype
-    wide: torch.dtype
+    chunk: int  # tokens of all ranks
+    dtype: torch.dtype  # of the matmuls
+    wide: torch.dtype  # of sums
 
     @classmethod
     def of(
@@ -337,12 +329,7 @@ class ChunkedHead:
         positions: Tensor | None = None,
         chunk: int | None = None,
     ) -> ChunkedHead:
-        """Checks a call, and chooses chunk and dtype. Needs no device sync, except to read `positions` on a device.
-
-        Raises:
-            ValueError: DTensors, shapes or dtypes that do not match, a chunk below 1, labels or positions that
-                `TokenLabels` refuse, or a weight that `VocabularyShard` refuses.
-        """
+        """Checks a call, and chooses chunk and dtype. Needs no device sync, except to read `positions` on a device."""
         check_local("hidden", hidden)
         ranks = 1 if axis is None else Axis.of(axis).size
         # 1. Labels. Positions count the tokens of the hidden states.
@@ -382,17 +369,12 @@ class ChunkedHead:
     def chunks(self, hidden: Tensor) -> Generator[tuple[slice, ChunkLabels, Tensor]]:
         """Yields each chunk: the slice of this rank's tokens, labels and hidden states [C, E] of all ranks' tokens.
 
-        The next chunk is gathered while the caller computes the current one. Chunks are left out if the host knows,
-        without a device sync, that no rank's tokens have a label.
-
-        Args:
-            hidden: [t, E], of this rank's tokens.
-
-        Bytes sent: as `VocabularyShard.gather`, for each chunk.
+        Chunks without labels are left out. Bytes sent: as `VocabularyShard.gather`, for each chunk.
         """
         ranks = self.shard.axis.size
         slices = token_chunks(len(hidden), max(1, self.chunk // ranks)) if len(hidden) else []
         indices = [(tokens, self.labels.indices(tokens)) for tokens in slices]
+        # The host knows, without a device sync, which chunks have a label on any rank.
         labelled = [(tokens, labels) for tokens, labels in indices if labels.stop > labels.start]
         gathers = (self.shard.gather(hidden[tokens], ranks * len(hidden[tokens]), self.dtype) for tokens, _ in labelled)
         next_gather = next(gathers, None)  # starts the first all-gather
@@ -406,17 +388,16 @@ class ChunkedHead:
 def loss_chunk_tokens(tokens: int, dim: int, vocabulary: int, itemsize: int = 2, ranks: int = 1) -> int:
     """Returns the default number of tokens in a chunk of the loss. Chunks are as equal as possible.
 
-    A chunk's logits and their float32 copy may take 64 MiB, or half of the bytes of `hidden` [tokens, dim] and `weight`
-    [vocabulary, dim], whichever is more. For LLaMA-3-8B, 8192 tokens are in chunks of 683, and 655360 in chunks of
-    4148. Smaller chunks cost time, since each one reads the weight and adds to its full gradient.
-
-    With several ranks, the second limit is half of the bytes of a rank's part of both. The tensors in flight count too:
-    the hidden states of this chunk and of the next, and the gradient of hidden states before and after its reduction.
+    For LLaMA-3-8B, 8192 tokens are in chunks of 683, and 655360 in chunks of 4148.
     """
+    # A chunk's logits and their float32 copy may take 64 MiB, or half of the bytes of a rank's part of `hidden` and
+    # `weight`, whichever is more. Smaller chunks cost time: each one reads the weight and adds to its full gradient.
     budget = max(2**26, (tokens + vocabulary) * dim * itemsize // (2 * ranks))
     wide_itemsize = 4 if itemsize < 4 else 0  # the float32 copy of 16-bit logits
     logits_bytes = ceil(vocabulary / ranks) * (itemsize + wide_itemsize)  # per token
-    exchanged_bytes = 4 * dim * itemsize if ranks > 1 else 0  # per token: four tensors in flight, each [dim]
+    # Per token, four tensors [dim] are in flight: the hidden states of this chunk and of the next, and their gradient
+    # before and after its reduction.
+    exchanged_bytes = 4 * dim * itemsize if ranks > 1 else 0
     chunks = ceil(tokens * (logits_bytes + exchanged_bytes) / budget)
     return max(1, ceil(tokens / max(1, chunks)))
 
@@ -445,13 +426,8 @@ class Gradients(NamedTuple):
         )
 
     def add(self, tokens: slice, dlogits: Tensor, hidden: Tensor, weight: Tensor, shard: VocabularyShard) -> None:
-        """Adds a chunk's gradients.
-
-        Args:
-            tokens: the slice of this rank's tokens.
-            dlogits: [C, V_r], the gradient of the chunk's logits, in the dtype of matmuls; or [C, 1] without rows.
-            hidden: [C, E], the hidden states of all ranks' tokens.
-        """
+        """Adds a chunk's gradients, from d(logits) [C, V_r] and the hidden states [C, E] of all ranks' tokens."""
+        # Without rows, d(logits) are [C, 1] (`pad_empty_shard`).
         dlogits = dlogits.narrow(1, 0, len(weight))
         # The reduce-scatter over ranks is in flight while the weight's gradient is computed.
         write = None if self.hidden is None else shard.scatter(dlogits @ weight, self.hidden[tokens])

@@ -25,8 +25,8 @@ from armillary.models.parallel.tensor_parallelism import styles_for, tensor_para
 
 ZeroStage = Literal[1, 2, 3]
 
+# Mesh axes over which parameters are sharded. They are flattened into one axis.
 SHARDING = ("shard", "nodes", "devices", "ring", "ulysses")
-"""Mesh axes over which parameters are sharded. They are flattened into one axis."""
 
 
 def parallelize(
@@ -141,12 +141,9 @@ def check(
 
 
 def compile_block(block: Block, compiler: str, fullgraph: bool = False) -> None:
-    """Compiles a block in place, or its token-wise part if a checkpoint policy runs it in parts.
-
-    Args:
-        fullgraph: True raises an error for a graph break, and also beyond Dynamo's limit of graphs per function.
-            Therefore False in training, which should continue beyond that limit.
-    """
+    """Compiles a block in place, or its token-wise part if a checkpoint policy runs it in parts."""
+    # With `fullgraph`, torch raises for a graph break, and also beyond Dynamo's limit of graphs per function. Therefore
+    # it is False in training, which should continue beyond that limit.
     target: nn.Module = block
     if block.run is run_plainly:
         compiled = torch.compile(run_plainly, backend=compiler, fullgraph=fullgraph)
@@ -202,11 +199,7 @@ def shard_parameters(
 
 
 def sharding_axes(mesh: DeviceMesh) -> list[str]:
-    """Returns the axes of the mesh over which parameters are sharded.
-
-    Raises:
-        ValueError: the mesh has none of `SHARDING`.
-    """
+    """Returns the axes of the mesh over which parameters are sharded. Raises ValueError if it has none."""
     names = mesh.mesh_dim_names or ()
     axes = [name for name in SHARDING if name in names]
     if not axes:

@@ -83,14 +83,9 @@ def sharded_head(axis: DeviceMesh, vocabulary: int, head: HeadFunction, tokens: 
 
 
 def full_logits(hidden: Tensor, weight: Tensor, axis: DeviceMesh, vocabulary: int, tokens: slice) -> Tensor:
-    """Returns logits [B, T, V] of some tokens on every rank.
+    """Returns logits [B, T, V] of T tokens on every rank, of this rank's hidden [B, n, E] and weight [V_r, E].
 
     Every rank must compute the same loss from the logits, because their gradient is not summed over ranks.
-
-    Args:
-        hidden: [B, n, E], the hidden states of this rank's interleaved tokens.
-        weight: [V_r, E], this rank's rows.
-        tokens: the T tokens.
     """
     logits = F.linear(all_gather_interleaved(hidden, axis)[:, tokens], weight)
     # R may not divide V, so the global shape is passed.
@@ -106,10 +101,10 @@ class ShardedModule(nn.Module):
     """A module whose parameters are placed on `axis`."""
 
     axis: Axis
+    # Names of parameters whose part on this rank is empty: 5 rows over 4 ranks are parts of 2, 2, 1 and 0.
     empty: frozenset[str]
-    """Names of parameters whose part on this rank is empty: 5 rows over 4 ranks are parts of 2, 2, 1 and 0."""
+    # The unsharded class that it replaces.
     plain: ClassVar[type[nn.Module]]
-    """The unsharded class that it replaces."""
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
@@ -121,10 +116,7 @@ class ShardedModule(nn.Module):
 
 
 def local(parameter: DTensor) -> Tensor:
-    """Returns this rank's part of a parameter.
-
-    Its gradient has the parameter's placement. The gradient of a replicated parameter is `Partial`.
-    """
+    """Returns this rank's part of a parameter. The gradient of a replicated parameter is `Partial`."""
     (placement,) = parameter.placements
     return compat.to_local(parameter, [Partial() if placement == Replicate() else placement])
 
@@ -132,10 +124,7 @@ def local(parameter: DTensor) -> Tensor:
 class EmptyShard(torch.autograd.Function):
     """Returns this rank's part of a parameter, if the part is empty.
 
-    It is a node of the graph, so that this rank runs the same collectives in backward as all others. Its backward
-    returns no gradient, because FSDP2 cannot reduce empty gradients. The parameter gets a gradient of size 0 at the end
-    of the whole backward, when FSDP has reduced gradients and, except between micro-batches of ZeRO stage 1, resharded
-    the parameters.
+    It is a node of the graph, so that this rank runs the same collectives in backward as all others.
     """
 
     @staticmethod
@@ -145,6 +134,9 @@ class EmptyShard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        # No gradient is returned, because FSDP2 cannot reduce empty ones. The parameter gets a gradient of size 0 at
+        # the end of the whole backward, when FSDP has reduced gradients and, except between micro-batches of ZeRO
+        # stage 1, resharded the parameters.
         module, name = ctx.module, ctx.name
 
         def set_empty_gradient() -> None:
@@ -160,14 +152,11 @@ class EmptyShard(torch.autograd.Function):
 def shard_module(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements: Mapping[str, Placement]) -> M:
     """Changes the class of `module` to `kind`, in place, and makes its parameters DTensors.
 
-    There is no communication: every rank has the full parameters (or "meta"), and keeps its part.
-
-    Args:
-        placements: placements of parameters by name; the others are replicated.
+    Parameters without an entry in `placements` are replicated.
     """
     empty: set[str] = set()
     for name, parameter in module.named_parameters(recurse=False):
-        # `src_data_rank=None` means no broadcast.
+        # No broadcast (`src_data_rank=None`): every rank has the full parameters (or "meta"), and keeps its part.
         shards = distribute_tensor(parameter.detach(), mesh, [placements.get(name, Replicate())], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(shards, requires_grad=parameter.requires_grad))
         if not shards.to_local().numel():
@@ -185,14 +174,12 @@ class ColumnParallelLinear(ShardedModule, nn.Linear):
 
 
 class RowParallelLinear(ShardedModule, nn.Linear):
-    """A linear layer from this rank's inputs to all outputs. The weight is sharded by columns.
-
-    The input has the tokens of all ranks. A reduce-scatter sums the outputs over ranks, and returns this rank's tokens.
-    """
+    """A linear layer from this rank's inputs to all outputs, of this rank's tokens. Sharded by columns."""
 
     plain = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
+        # The input has the tokens of all ranks.
         y, bias = reduce_scatter_interleaved(F.linear(input, self.weight), self.axis), cast(Tensor | None, self.bias)
         return y if bias is None else y + bias
 
@@ -242,11 +229,7 @@ class HeadParallelMamba2(ShardedModule, Mamba2):
 
 
 class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
-    """An embedding whose table is sharded by rows.
-
-    Each rank looks up all tokens in its own rows, with zeros for tokens of other ranks' rows. A reduce-scatter sums the
-    results over ranks, and returns this rank's interleaved tokens.
-    """
+    """An embedding whose table is sharded by rows. Returns this rank's interleaved tokens."""
 
     plain = nn.Embedding
 
@@ -254,6 +237,8 @@ class VocabularyParallelEmbedding(ShardedModule, nn.Embedding):
         table = self.weight
         first = sum(dtensor.chunk_sizes(self.num_embeddings, self.axis.size)[: self.axis.rank])
         rows = checked_indices(input, self.num_embeddings) - first
+        # Each rank looks up all tokens in its own rows, with zeros for tokens of other ranks' rows. The reduce-scatter
+        # sums the results over ranks.
         on_this_rank = (rows >= 0) & (rows < len(table))
         # A rank without rows looks up a row of zeros instead, so that its backward runs the same collectives.
         x = F.embedding(rows.where(on_this_rank, 0), table if len(table) else F.pad(table, (0, 0, 0, 1)))
@@ -272,11 +257,9 @@ class InterleavedEmbedding(ShardedModule, nn.Embedding):
 
 
 def checked_indices(indices: Tensor, count: int) -> Tensor:
-    """Returns `indices`. torch raises if one is below 0 or not below `count`, as for an unsharded table.
-
-    Adds zeros that `gather` looks up at `indices` in a table of `count` zeros. The lookup in this rank's rows would not
-    raise, because it masks the rows of other ranks; and indexing by `[]` would count a negative index from the end.
-    """
+    """Returns `indices`. torch raises if one is below 0 or not below `count`, as for an unsharded table."""
+    # Adds zeros that `gather` looks up at `indices` in a table of `count` zeros. The lookup in this rank's rows would
+    # not raise, because it masks the rows of other ranks; indexing by `[]` would count a negative index from the end.
     zeros = indices.new_zeros(1).expand(count)  # one element of memory
     return indices + zeros.gather(0, indices.flatten().long()).view_as(indices)
 
@@ -316,6 +299,7 @@ GPT_BLOCK = {
     "mlp.c_fc": COLUMN,
     "mlp.c_proj": ROW,
 }
+# A LLaMA's block without its mixer.
 LLAMA_BLOCK = {
     "input_layernorm": Style(GatheringRMSNorm),
     "post_attention_layernorm": Style(GatheringRMSNorm),
@@ -323,7 +307,6 @@ LLAMA_BLOCK = {
     "mlp.up_proj": COLUMN,
     "mlp.down_proj": ROW,
 }
-"""A LLaMA's block without its mixer."""
 ATTENTION = {
     "self_attn.q_proj": COLUMN,
     "self_attn.k_proj": COLUMN,
@@ -331,6 +314,7 @@ ATTENTION = {
     "self_attn.o_proj": ROW,
 }
 QK_NORMS = {"self_attn.q_norm": Style(ReplicatedRMSNorm), "self_attn.k_norm": Style(ReplicatedRMSNorm)}
+# The modules that both mixers with a state have.
 STATE = {
     "linear_attn.q_proj": COLUMN,
     "linear_attn.k_proj": COLUMN,
@@ -342,7 +326,6 @@ STATE = {
     "linear_attn.v_conv1d": CONVOLUTION,
     "linear_attn.o_proj": ROW,
 }
-"""The modules that both mixers with a state have."""
 HEADS = {"A_log": Shard(0), "dt_bias": Shard(0), "D": Shard(0), "norm_weight": Shard(0)}
 STATE_STYLES: dict[Mixer, dict[str, Style]] = {
     "delta_rule": STATE
