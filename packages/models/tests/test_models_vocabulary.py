@@ -123,10 +123,14 @@ def largest_error(actual, expected):
     return max(relative_error(g, e) for g, e in pairs if e is not None)
 
 
-def errors(worlds, ranks, cases):
-    """Returns (largest error, case) for each case."""
-    results = worlds(ranks).run(run_cases, cases)
-    return [(largest_error(assemble([rank[i] for rank in results]), exact(case)), case) for i, case in enumerate(cases)]
+def sent_bytes(case, ranks):
+    """Bytes sent by each rank, as in the docstring."""
+    n, e, w = case.B * case.T // ranks, case.dtype.itemsize, max(4, case.dtype.itemsize)
+    hidden = n * case.E * e
+    gathered = (ranks - 1) * (hidden + w + n * w * bool(case.requires_grad))
+    summed = (ranks - 1) * (2 * n * w + hidden * ("h" in case.requires_grad))
+    entries = {("tp", "all_gather", "forward"): gathered, ("tp", "reduce_scatter", "forward"): summed}
+    return entries if ranks > 1 else {}
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -136,10 +140,13 @@ def test_sharded_vocabulary_equals_one_rank(worlds, ranks):
     chunks = [Case(3, 8, 10, chunk=chunk, z_loss=0.01) for chunk in (1, 3, 11, 1000)]
     subsets = [Case(2, 8, chunk=ranks, requires_grad=names) for names in ("h", "w", "b", "hb", "wb")]
     further = [Case(2, 12, z_loss=0.1), Case(2, 12, bias=False), Case(2, 12, ignored=0.0), Case(T=4, V=1)]
-    for error, case in errors(
-        worlds, ranks, [*sizes, *chunks, *subsets, *further] if ranks > 1 else [sizes[1], *further]
-    ):
-        assert error < 1e-12, case
+    cases = [*sizes, *chunks, *subsets, *further] if ranks > 1 else [sizes[1], *further]
+    for_bytes = [Case(3, 8, 101, chunk=8, requires_grad=names, dtype=torch.bfloat16) for names in ("hwb", "w", "")]
+    results = zip(*worlds(ranks).run(run_cases, [*cases, *for_bytes]), strict=True)
+    for case, of_ranks in zip([*cases, *for_bytes], results, strict=True):
+        assert all(sent == sent_bytes(case, ranks) for *_, sent in of_ranks), case
+        if case in cases:
+            assert largest_error(assemble(of_ranks), exact(case)) < 1e-12, case
 
 
 def test_no_valid_label_gives_zero(worlds):
@@ -162,24 +169,6 @@ def test_low_precision_is_as_exact_as_on_one_rank(worlds, ranks, dtype, z_loss):
     for i in (0, 2, 3, 4):
         sharded_error, one_rank_error = relative_error(result[i], expected[i]), relative_error(one_rank[i], expected[i])
         assert sharded_error < 1.5 * one_rank_error + 5e-7, (i, sharded_error, one_rank_error)
-
-
-def test_sent_bytes_match_the_docstring(worlds):
-    ranks = 4
-    cases = [
-        Case(3, 8, 101, chunk=8, requires_grad=requires_grad, dtype=dtype)
-        for requires_grad, dtype in [("hwb", torch.float64), ("w", torch.bfloat16), ("", torch.float32)]
-    ]
-    for rank in worlds(ranks).run(run_cases, cases):
-        for case, (*_, sent_bytes) in zip(cases, rank, strict=True):
-            n, e, w = case.B * case.T // ranks, case.dtype.itemsize, max(4, case.dtype.itemsize)
-            hidden = n * case.E * e
-            gathered = (ranks - 1) * (hidden + w + n * w * bool(case.requires_grad))
-            summed = (ranks - 1) * (2 * n * w + hidden * ("h" in case.requires_grad))
-            assert sent_bytes == {
-                ("tp", "all_gather", "forward"): gathered,
-                ("tp", "reduce_scatter", "forward"): summed,
-            }
 
 
 def largest_allocation(case):
