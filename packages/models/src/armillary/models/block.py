@@ -46,26 +46,21 @@ HeadFunction = Callable[..., Any]
 
 
 class Context:
-    """Arguments of attention that all blocks of a forward pass share: number of tokens, rotation, mask and layout.
+    """Arguments of attention that all blocks of a forward pass share: number of tokens, rotation, mask and layout."""
 
-    Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
-    to reach the tensors inside. Cosines in bfloat16 have too few digits for long sequences.
-
-    `previous_checkpoint` is a list of at most one element, and all blocks share the list. A block that runs under an
-    activation checkpointing policy puts its checkpoint there, for the next block.
-    """
-
+    # Not a dataclass: FSDP2 casts every tensor among a block's arguments to the compute dtype, and rebuilds dataclasses
+    # to reach the tensors inside. Cosines in bfloat16 have too few digits for long sequences.
     def __init__(
         self, tokens: int, rotation: RotaryEmbedding | None, mask: AttentionMask, layout: SequenceLayout | None
     ) -> None:
         self.tokens, self.rotation, self.mask, self.layout = tokens, rotation, mask, layout
-        self.previous_checkpoint: list[ref[Any]] = []  # a `Checkpoint`, which refers to its block
+        # A list of at most one `Checkpoint`, which refers to its block. All blocks share the list: a block that runs
+        # under an activation checkpointing policy puts its checkpoint there, for the next block.
+        self.previous_checkpoint: list[ref[Any]] = []
 
     def for_block(self, block: Block) -> Context:
-        """Returns this context with the block's window in its mask.
-
-        Called outside of the block, because torch.compile traces the block and should not trace masks.
-        """
+        """Returns this context with the block's window in its mask."""
+        # Called outside of the block, because torch.compile traces the block and should not trace masks.
         if block.window is None:
             return self
         return self.changed(mask=with_window(self.mask, block.window - 1))
@@ -79,12 +74,9 @@ class Context:
         return context
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # so that all layers share one object: a mask may hold many documents
 def with_window(mask: AttentionMask, left_width: int) -> AttentionMask:
-    """Returns the mask with a window: a query sees at most `left_width` keys before its own.
-
-    Cached, so that all layers share one object: a mask may hold many documents.
-    """
+    """Returns the mask with a window: a query sees at most `left_width` keys before its own."""
     return mask.narrow(left_width)
 
 
@@ -126,22 +118,12 @@ class Block(nn.Module):
         self.mixer.attention = attention
 
     def projections(self, context: Context, normed: bool) -> HeadProjections:
-        """Returns the projections to q, k and v.
-
-        Args:
-            normed: True if the projections will be called with norm(x). False if they will be called with x, the
-                block's input: then they apply the norm themselves.
-        """
+        """Returns the projections to q, k and v, from norm(x) if `normed`, else from x, the block's input."""
         return cast(ProjectionModule, self.mixer).projections(context.rotation, None if normed else self.norm)
 
     @abstractmethod
     def after_attention(self, x: Tensor, out: Tensor) -> Tensor:
-        """Computes the token-wise part: output projection, MLP and their residual connections.
-
-        Args:
-            x: [B, T, E], the block's input.
-            out: [B, T, H, D], the output of attention.
-        """
+        """Computes the token-wise part of x [B, T, E] and attention's out [B, T, H, D]: projection, MLP, residuals."""
 
 
 def attend(block: Block, x: Tensor, context: Context) -> Tensor:

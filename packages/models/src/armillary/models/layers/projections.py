@@ -26,33 +26,24 @@ class HeadProjections:
     """Projections from hidden states x [B, T, E] to q [B, T, H, D] and k, v [B, T, K, D], with norms and RoPE.
 
     Implements `TokenProjections`, `CacheableProjections`, `CollectsGradients` and `Traceable`.
-
-    Args:
-        query, key, value: projections from E to H D, K D and K D. If one is a plain `nn.Linear`, only the requested
-            heads are computed. Another module (LoRA adapter, float8, hooks) computes all heads, and the requested ones
-            are selected.
-        heads: H.
-        key_heads: K.
-        head_dim: D.
-        rotation: RoPE for queries and keys, at the positions of the tokens of x.
-        norm: applied to x first.
-        query_norm, key_norm: applied to each head before RoPE (Qwen3).
-        projector: the registered number of the `ProjectionModule` that made these projections, from which a compiled
-            graph rebuilds them. It is a tensor, so that torch.compile does not make a graph for each number.
-        totals: sums to which backward adds the gradients of plain linear layers, instead of returning them.
     """
 
+    # Projections from E to H D, K D and K D. If one is a plain `nn.Linear`, only the requested heads are computed.
+    # Another module (LoRA adapter, float8, hooks) computes all heads, and the requested ones are selected.
     query: nn.Module
     key: nn.Module
     value: nn.Module
-    heads: int
-    key_heads: int
-    head_dim: int
-    rotation: RotaryEmbedding | None = None
-    norm: nn.Module | None = None
-    query_norm: nn.Module | None = None
+    heads: int  # H
+    key_heads: int  # K
+    head_dim: int  # D
+    rotation: RotaryEmbedding | None = None  # at the positions of the tokens of x
+    norm: nn.Module | None = None  # applied to x first
+    query_norm: nn.Module | None = None  # applied to each head before RoPE (Qwen3), as is `key_norm`
     key_norm: nn.Module | None = None
+    # The registered number of the `ProjectionModule` that made these projections, from which a compiled graph rebuilds
+    # them. A tensor, so that torch.compile does not make a graph for each number.
     projector: Tensor | None = None
+    # Sums to which backward adds the gradients of plain linear layers, instead of returning them.
     totals: GradientSums | None = None
 
     def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
@@ -129,14 +120,7 @@ class HeadProjections:
 
 
 class ProjectionModule(nn.Module):
-    """Attention of a layer, with its projections to q, k and v.
-
-    The module is registered under a number, by which an op in a compiled graph finds it and rebuilds `HeadProjections`.
-
-    Args:
-        heads, key_heads, head_dim: H, K and D.
-        attention: an `AttentionFunction`.
-    """
+    """Attention of a layer, an `AttentionFunction`, with its projections to q, k and v."""
 
     q_proj: nn.Module
     k_proj: nn.Module
@@ -148,6 +132,7 @@ class ProjectionModule(nn.Module):
         super().__init__()
         self.heads, self.key_heads, self.head_dim, self.attention = heads, key_heads, head_dim, attention
         self.q_norm = self.k_norm = None
+        # An op in a compiled graph finds the module by this number, and rebuilds `HeadProjections`.
         self.projector = register_as_tensor(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -50,11 +50,7 @@ def convolve(
     mask: AttentionMask,
     layout: SequenceLayout | None,
 ) -> Tensor:
-    """Computes the causal depthwise convolution of x [B, T, C] with weight [C, W], on the ranks of `attention`.
-
-    Args:
-        attention: an attention method, or `StateOperations`.
-    """
+    """Computes the causal depthwise convolution of x [B, T, C] with weight [C, W], on the ranks of `attention`."""
     if isinstance(attention, StateOperations):
         return attention.convolve(x, weight, bias, mask, layout)
     layout, axis = _sharding(attention, layout, x.shape[1])
@@ -88,13 +84,7 @@ def _sharding(attention: object, layout: SequenceLayout | None, tokens: int) -> 
 class StateMixer(nn.Module):
     """A layer with a state: norm(x) [B, T, E] -> [B, T, H, Dv]. The block applies `o_proj` to the result.
 
-    `forward` takes the number of heads from the shapes of the weights, because under tensor parallelism a rank has only
-    some heads.
-
-    Args:
-        dim: E.
-        eps: epsilon of the norm of the outputs.
-        attention: the attention method whose ranks share the sequence, or `StateOperations`.
+    `attention` is the method whose ranks share the sequence, or `StateOperations`. `eps` is for the outputs' norm.
     """
 
     has_conv_bias: bool
@@ -124,6 +114,7 @@ class StateMixer(nn.Module):
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         weight, bias = torch.cat(weights).squeeze(1), torch.cat(biases) if biases else None
         qkv = F.silu(convolve(self.attention, qkv, weight, bias, mask, layout))
+        # Heads are counted by the weights' shapes: under tensor parallelism a rank has only some.
         q, k, v = qkv.split([len(weight) for weight in weights], -1)
         key_dim, value_dim = self.sizes.key_dim, self.sizes.value_dim
         q, k = (y.unflatten(-1, (-1, key_dim)) for y in (q, k))

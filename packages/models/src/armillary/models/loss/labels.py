@@ -152,14 +152,12 @@ class ChunkLabels:
         return logits.view(-1).gather(0, elements).where(self.is_local, 0)
 
     def logits_gradient(self, softmax: Tensor, factor: Tensor, gradient: Tensor) -> None:
-        """Writes d(logits) of the cross entropy to `gradient` [C, V_r]: softmax times factor, minus weights.
+        """Writes d(logits) of the cross entropy to `gradient` [C, V_r]: softmax times factor [C, 1], minus weights.
 
-        Args:
-            softmax: [C, V_r], overwritten.
-            factor: [C, 1], the weights `by_token`. In `cross_entropy_` also times 1 + 2 z lse, for the z-loss, and
-                times the probability of this rank's rows, because `softmax` is over these rows alone there.
-            gradient: may share the memory of `softmax`, or have another dtype.
+        Overwrites `softmax` [C, V_r], whose memory `gradient` may share. `gradient` may have another dtype.
         """
+        # `factor` is the weights `by_token`. In `cross_entropy_` also times 1 + 2 z lse, for the z-loss, and times the
+        # probability of this rank's rows, because `softmax` is over these rows alone there.
         elements = self.tokens * softmax.shape[1] + self.columns  # of the flattened logits
         weights = self.weights.where(self.is_local, 0)  # each is subtracted in its label's column
         if self.one_per_token:
