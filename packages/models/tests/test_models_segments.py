@@ -2,7 +2,6 @@
 
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from math import ceil
 from weakref import ref
@@ -10,22 +9,18 @@ from weakref import ref
 import pytest
 import torch
 import torch.nn.functional as F
-from test_models_checkpoint import SIZES, TOKENS, gradients, loss_of
+from test_models_checkpoint import TOKENS, gradients, loss_of
 from test_models_checkpoint import build as build_model
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from armillary.attention import UPipe, build_attention
-from armillary.core.testing import mesh
+from armillary.attention import UPipe
 from armillary.models import (
     GPT,
     Checkpointing,
     GPTConfig,
     Llama,
-    LlamaConfig,
     initialize,
-    linear_token_loss,
-    parallelize,
 )
 from armillary.models.activation_checkpoint import checkpoint
 from armillary.models.activation_checkpoint.checkpoint import OnDevice
@@ -237,39 +232,3 @@ def test_part_of_a_model_can_be_differentiated():
         return list(torch.autograd.grad(loss, hidden))
 
     assert same(step_gradients(replace(LAYER, inputs=1)), step_gradients(LAYER))
-
-
-# -- on meshes --------------------------------------------------------------------------------------------------------
-
-
-def on_mesh(axes: dict[str, int], name: str, several: list[Checkpointing]) -> list[bool]:
-    """Returns whether the gradients of each option equal the first one's bitwise."""
-    over, actual = mesh(**axes), list[list[Tensor]]()
-    attend = build_attention(name, over)
-    layout = attend.layout(64)
-    ids = layout.take(torch.arange(128).view(2, 64) % 50, attend.shard)
-    for options in several:
-        with torch.device("meta"):
-            model = Llama(LlamaConfig(**SIZES | {"layers": 4, "head_dim": 8}))
-        parallelize(model, over, attention=attend, checkpointing=options, precision=torch.float64)
-        model.to_empty(device="cpu")
-        initialize(model, 0)
-        total, _ = model(
-            ids, positions=layout.positions(attend.shard), layout=layout, head=partial(linear_token_loss, labels=ids)
-        )
-        total.backward()
-        actual.append([p.grad.to_local() for p in model.parameters()])
-    return [same(each, actual[0]) for each in actual[1:]]
-
-
-def on_meshes() -> list[bool]:
-    several = [LAYER, replace(OUTPUT, inputs=2, outputs=3, offload=True, on_device=1)]
-    return [
-        *on_mesh({"ring": 2, "ulysses": 2}, "usp", [*several, replace(LAYER, inputs=1)]),
-        *on_mesh({"tp": 2, "ulysses": 2}, "upipe", several),
-    ]
-
-
-def test_under_fsdp_and_tensor_parallelism_gradients_are_the_same(worlds):
-    for actual in worlds(4).run(on_meshes):
-        assert actual == [True] * 3
