@@ -93,14 +93,16 @@ def test_frozen_parameters_get_no_gradient():
         assert same(a, b)
 
 
-def test_a_copy_of_a_compiled_model_has_its_own_parameters():
+@pytest.mark.parametrize("policy", ["none", "layer"])
+def test_a_copy_of_a_compiled_model_has_its_own_parameters(policy):
     reset_dynamo()
-    _, twin = pair(replace(SMALL, layers=1), staged(), Checkpointing("layer"))
-    other = copy.deepcopy(twin)
+    originals = pair(replace(SMALL, layers=1), staged(), Checkpointing(policy))
+    other = copy.deepcopy(originals[1])
     before = results(other, MASKS[0])[0]
     with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
+        for original in originals:
+            for parameter in original.parameters():
+                parameter.zero_()
     assert same(results(other, MASKS[0])[0], before)
 
 

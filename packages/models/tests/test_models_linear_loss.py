@@ -113,6 +113,8 @@ def test_loss_and_gradients_equal_the_token_loss_of_logits(backend, dtype, limit
         assert total.dtype == dtype
         assert count.item() == (labels != -100).sum().item()
         assert max(errors(result(total, hidden, weight, bias), expected)) < limit, chunk
+    total = linear_token_loss(hidden, weight, labels, backend=backend)[0]
+    assert max(errors(result(total, hidden, weight), exact(hidden, weight, 0 * bias, labels)[:3])) < limit, "no bias"
 
 
 @pytest.mark.parametrize(("dtype", "chunk"), [(torch.bfloat16, None), (torch.bfloat16, 16), (torch.float16, 16)])

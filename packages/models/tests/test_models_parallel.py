@@ -187,12 +187,20 @@ TILED = Checkpointing(tiled=True, chunk=5)
 GROUPS = {
     "4 ranks": [
         Case({"tp": 2, "ulysses": 2}, "upipe", TIED, RECOMPUTE, z_loss=1e-2, packed=True),
-        Case({"replicate": 2, "ulysses": 2}, "ulysses", LEARNED, LAYER, zero_stage=2),
+        Case({"replicate": 2, "ulysses": 2}, "upipe", LEARNED, LAYER, zero_stage=2),
         Case({"tp": 4}, "local", FEW, KEEP, sharded=False, tokens=13),
         Case({"tp": 2, "ring": 2}, "ring", tokens=43),
     ],
     "4 ranks, hybrid": [
-        Case({"ring": 2, "ulysses": 2}, "usp", HYBRID, replace(KEEP, inputs=2), packed=True, tokens=43),
+        Case(
+            {"ring": 2, "ulysses": 2},
+            "usp",
+            HYBRID,
+            replace(KEEP, inputs=2),
+            packed=True,
+            tokens=43,
+            contiguous_states=True,
+        ),
         Case({"tp": 2, "ring": 2}, "ring", HYBRID, LAYER, packed=True, tokens=43),
         Case({"shard": 2, "ring": 2}, "ring", TIED_HYBRID, LAYER, packed=True, tokens=43, contiguous_states=True),
     ],
