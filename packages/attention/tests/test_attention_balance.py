@@ -16,7 +16,6 @@ from armillary.attention.plans import MethodOptions, named_method
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance, attention_traffic
-from armillary.core.parts import Side
 from armillary.core.testing import mesh
 
 N = 2**16
@@ -96,16 +95,20 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("shards", [8, 32])
 @pytest.mark.parametrize("name", MASKS)
-def test_shards_are_even_by_queries_and_by_keys(name, shards):
-    mask = MASKS[name]
+def test_shards_are_even_by_queries_and_by_keys(name):
+    mask, shards = MASKS[name], 32 if name in ("causal", "forest", "blocks") else 8
     layout = layout_of("balanced", N, shards, mask, balanced_by=None)
     assert attention_balance(layout, mask=mask) < 1.05
     assert attention_balance(layout, mask=mask, of_keys=True) < 1.05
     assert max(len(layout.spans(shard)) for shard in range(shards)) <= 20
     # Ranks of a head axis compute on their joined shards: the shards before the split.
     assert layout.refine(4).coarsen(4) == layout
+    # Layouts with the least traffic are even by queries, and their traffic is that of a ring.
+    layout, ring = layout_of("balanced", N, 8, mask), RingTopology.of_all(8, "keys")
+    assert attention_balance(layout, mask=mask) <= 1.10 and max(layout.sizes) * 8 <= 1.10 * N
+    grid = Grid(layout, layout, mask)
+    assert attention_traffic(layout, mask=mask) == ring.cheaper_direction(grid).tokens_sent(grid)
 
 
 def ranks_of(teams: Teams, layout: SequenceLayout, mask: AttentionMask, side: RotatingSide) -> list[int]:
@@ -119,9 +122,9 @@ def ranks_of(teams: Teams, layout: SequenceLayout, mask: AttentionMask, side: Ro
     return loads
 
 
-@pytest.mark.parametrize(("ranks", "team"), [(8, 2), (32, 4)])
 @pytest.mark.parametrize("name", MASKS)
-def test_ranks_of_teams_are_even_for_either_rotating_side(name, ranks, team):
+def test_ranks_of_teams_are_even_for_either_rotating_side(name):
+    ranks, team = (32, 4) if name == "forest" else (8, 2)
     mask, teams = MASKS[name], Teams(ranks, team, "p2p_intra")
     layout = teams.layout(N, "balanced", mask)
     for side in ("keys", "queries"):
@@ -154,24 +157,7 @@ def test_every_shard_is_dealt_to_a_team_of_each_group_and_ring(world, extra):
     assert layout.length == teams.ranks + extra and max(layout.sizes) - min(layout.sizes) <= 1
 
 
-@pytest.mark.parametrize("kind", ["balanced", "zigzag", "contiguous"])
-@pytest.mark.parametrize("name", MASKS)
-def test_token_hops_equal_those_of_a_ring(name, kind):
-    mask, ring = MASKS[name], RingTopology.of_all(8, "keys")
-    layout = layout_of(kind, N, 8, mask)
-    grid = Grid(layout, layout, mask)
-    assert attention_traffic(layout, mask=mask) == ring.cheaper_direction(grid).tokens_sent(grid)
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_layouts_with_least_traffic_are_even_by_queries(name):
-    layout = layout_of("balanced", N, 8, MASKS[name])
-    assert attention_balance(layout, mask=MASKS[name]) <= 1.10
-    assert max(layout.sizes) * 8 <= 1.10 * N
-
-
-@pytest.mark.parametrize("shards", [4, 8])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("shards", "seed"), [(4, 0), (8, 1), (8, 2)])
 def test_token_ring_is_even_by_keys_and_sends_fewer_bytes_than_an_even_layout(shards, seed):
     mask, plan = AttentionMask(documents=web(seed)), TokenRingPlan()
     layout = plan.layout(N, shards, "balanced", mask)
@@ -185,39 +171,28 @@ def test_token_ring_is_even_by_keys_and_sends_fewer_bytes_than_an_even_layout(sh
     assert sent_bytes["balanced"] < sent_bytes["even"]
 
 
-def balanced_side(name: str, options: MethodOptions) -> Side | None:
-    return named_method(name, options).build(mesh(ring=4)).balanced_by
+NAMED = [
+    *((name, MethodOptions(), None) for name in ("ring", "token_ring", "wallfacer", "all_gather")),
+    ("ring", MethodOptions(backward="queries"), "both"),
+    ("ring+token_ring", MethodOptions(nodes=2), None),
+    ("upipe+wallfacer", MethodOptions(), None),
+    ("upipe+token_ring", MethodOptions(), "keys"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "side"),
-    [
-        ("wallfacer", MethodOptions(), None),
-        ("upipe+wallfacer", MethodOptions(), None),
-        ("upipe+token_ring", MethodOptions(), "keys"),
-        ("upipe+ring", MethodOptions(backward="queries"), "both"),
-    ],
-)
-def test_balanced_by_is_that_of_the_sequence_method(worlds, name, options, side):
-    assert worlds(4).run(balanced_side, name, options) == [side] * 4
-    assert named_method(name, options).sequence_plan(4).balanced_by == side
+def layouts_and_sides() -> list[tuple]:
+    """Returns the layout and the balanced side of each method, and those of its plan."""
+    mask, results = AttentionMask(documents=[0, 100, 500, 520, 700, 1024]), list[tuple]()
+    for name, options, _ in NAMED:
+        method = named_method(name, options)
+        attend = method.build(mesh(**method.mesh_axes({"ring": 4, "ulysses": 1})))
+        layouts = attend.layout(1024, "balanced", mask).text, method.layout(1024, 4, "balanced", mask).text
+        results.append((layouts, attend.balanced_by, method.sequence_plan(4).balanced_by))
+    return results
 
 
-def layouts_of(name: str, options: MethodOptions) -> tuple[str, str]:
-    method = named_method(name, options)
-    mask = AttentionMask(documents=[0, 100, 500, 520, 700, 1024])
-    attend = method.build(mesh(**method.mesh_axes({"ring": 4, "ulysses": 1})))
-    return attend.layout(1024, "balanced", mask).text, method.layout(1024, 4, "balanced", mask).text
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        *((name, MethodOptions()) for name in ("ring", "token_ring", "wallfacer", "all_gather")),
-        ("ring", MethodOptions(backward="queries")),
-        ("ring+token_ring", MethodOptions(nodes=2)),
-    ],
-)
-def test_plans_have_the_layouts_of_their_methods(worlds, name, options):
-    for of_method, of_plan in worlds(4).run(layouts_of, name, options):
-        assert of_method == of_plan
+def test_plans_have_the_layouts_of_their_methods(worlds):
+    for rank in worlds(4).run(layouts_and_sides):
+        for (name, *_, side), ((of_method, of_plan), *sides) in zip(NAMED, rank, strict=True):
+            assert of_method == of_plan and sides[0] == sides[1], name
+            assert side is None or sides[0] == side, name

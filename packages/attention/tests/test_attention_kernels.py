@@ -34,7 +34,7 @@ from armillary.attention.kernels.flash import parameters, window_of
 from armillary.attention.kernels.inputs import module_exists
 from armillary.attention.kernels.kernel import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, Sequences, Tile
 from armillary.attention.kernels.top_left import TopLeft
-from armillary.attention.parts import AttentionOptions, Flash, FlashAttn3, Inputs, check_call, choose_kernel
+from armillary.attention.parts import AttentionOptions, FlashAttn3, Inputs, check_call, choose_kernel
 from armillary.attention.tiling.block import BlockAttention, Shards, SingleCall, pack_calls
 from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum, TilePart
 from armillary.core import SequenceLayout
@@ -115,13 +115,6 @@ def test_windows_are_exact_after_flash_attention_rewrites_them():
         pieces = CudaFlash().cut(tile)
         assert all(window_is_exact(piece, *case) for piece in pieces for case in product((2, 3), (0, 1, 5))), tile
         assert len(pieces) == 1 or not window_is_exact(tile, 2) or tile.low is not None, f"{tile} needs no cut"
-
-
-def test_emulated_rule_drops_right_bound_and_top_rows_for_more_queries_than_keys():
-    assert not window_is_exact(Tile(0, 4, 0, 2, None, 0), 2)
-    assert not window_is_exact(Tile(0, 7, 0, 3, -4, None), 2)
-    assert CudaFlash().cut(Tile(0, 4, 0, 2, None, 0)) == (Tile(0, 1, 0, 1), Tile(1, 4, 0, 2))
-    assert CudaFlash().cut(Tile(0, 64, 0, 64, -8, 0)) == (Tile(0, 64, 0, 64, -8, 0),)
 
 
 # -- results ----------------------------------------------------------------------------------------------------------
@@ -274,47 +267,6 @@ def test_small_tiles_of_one_window_and_the_same_heads_are_one_call(kernel, mask,
         torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
 
 
-class NoFlash(Flash):
-    """A kernel without calls, so that only host work runs."""
-
-    name = "none"
-
-    def call_forward(self, q, k, v, call):
-        return q, q.new_zeros(q.shape[:-1]).mT
-
-    def call_backward(self, tensors, call):
-        return tensors[1:4]
-
-
-class Counted(TorchDispatchMode):
-    """Counts ops."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_number_of_ops_does_not_grow_with_documents():
-    def operations(documents: int) -> int:
-        mask = AttentionMask(documents=range(0, 513, 512 // documents))
-        run_block(NoFlash(), mask, tokens=512)  # boundaries are copied once
-        with Counted() as counted:
-            run_block(NoFlash(), mask, tokens=512)
-        return counted.count
-
-    assert operations(64) == operations(4)
-
-
-@pytest.mark.parametrize("kernel", [CpuFlash(), Dense()], ids=lambda kernel: kernel.name)
-def test_small_tiles_without_batch_rows_are_empty_batches(kernel):
-    q = torch.zeros(0, 4, 2, 8, requires_grad=True)
-    out = Local()(q, q, q, mask=AttentionMask.chunked(2), kernel=kernel)
-    out.sum().backward()
-    assert out.shape == q.grad.shape == q.shape
-
-
 @pytest.mark.parametrize("kernel", [CpuFlash(), Dense()], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("documents", [range(0, 65, 4), [range(0, 65, 8), (0, 8, 20, 32, 64)]])
 def test_small_tiles_of_one_shape_are_one_batch(monkeypatch, kernel, documents):
@@ -460,17 +412,6 @@ def test_the_emulation_has_the_schema_of_torchs_op(op):
     arguments = [argument.name for argument in getattr(torch.ops.aten, op).default._schema.arguments]
     newer = {"seqused_k", "block_table"}  # newer than torch 2.11
     assert [p.name for p in parameters(OPS[op]) if p.name in arguments or p.name not in newer] == arguments
-
-
-def test_packed_calls_fit_the_schema_of_cudnns_op(monkeypatch):
-    """The op has no meta function, but it checks its arguments before it refuses CPU tensors."""
-    monkeypatch.undo()
-    q, kv = torch.randn(36, 4, 8).bfloat16(), torch.randn(36, 2, 8).bfloat16()
-    sequences = Sequences((6,) * 6, (6,) * 6, (None, 0))
-    backward = (q, q, kv, kv, q, torch.randn(36, 4))
-    for function, tensors in ((Cudnn().forward_packed, (q, kv, kv)), (Cudnn().backward_packed, (backward,))):
-        with pytest.raises(NotImplementedError, match=r"aten::_cudnn_attention_.*'CPU' backend"):
-            function(*tensors, sequences, Scores(0.3))
 
 
 def test_cudnn_packs_only_if_torch_passes_the_longest_length(monkeypatch):
@@ -691,14 +632,6 @@ def test_every_release_is_called_by_its_signature(monkeypatch, tmp_path, wheels,
     for mask in (AttentionMask(window=(20, 0)), AttentionMask(documents=[0, 5, 8, 30, 64])):
         for got, exact in zip(run_block(kernel, mask), run_block(CpuFlash(), mask), strict=True):
             torch.testing.assert_close(got, exact, rtol=1e-10, atol=1e-10)
-
-
-def test_parameters_are_those_of_the_function_that_became_an_op():
-    def doubled(x: torch.Tensor, window_size_left: int = -1) -> torch.Tensor:
-        return 2 * x
-
-    custom_op = torch.library.custom_op("armillary_test::doubled", doubled, mutates_args=())
-    assert [p.name for p in parameters(custom_op)] == [p.name for p in parameters(doubled)] == ["x", "window_size_left"]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import copy
 import pickle
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -39,7 +39,7 @@ DRAWS: dict[str, Callable[[Random, int], AttentionMask]] = {
     "blocks": block_mask,
     "rows": lambda random, length: row_masks(random, length, 3),
 }
-CASES = 80
+CASES = 40
 """Masks of each kind."""
 
 each_kind = pytest.mark.parametrize("kind", DRAWS)
@@ -73,23 +73,25 @@ def counted(slices: np.ndarray, queries: int, keys: int) -> Tensor:
 
 
 @each_kind
-def test_slices_contain_exactly_the_visible_pairs(kind):
-    for _, length, mask in masks(kind):
-        actual, expected = mask.slices(length), oracle_pairs(mask, length)
-        assert len(actual) == len(expected), mask
-        for row, slices in enumerate(actual):
-            assert slices.dtype == np.int64 and slices.shape[1:] == (6,), mask
-            assert torch.equal(counted(slices, length, length), expected[row].long()), (mask, row)
-
-
-@each_kind
-def test_visible_and_pairs_are_the_oracles(kind):
+def test_slices_pairs_and_positions_are_the_oracles(kind):
     for random, length, mask in masks(kind):
+        slices, expected_rows = mask.slices(length), oracle_pairs(mask, length)
+        assert len(slices) == len(expected_rows), mask
         i, j = (torch.tensor(random.choices(range(length), k=random.randint(1, length))) for _ in range(2))
-        for row, expected in enumerate(oracle_pairs(mask, length)):
+        for row, expected in enumerate(expected_rows):
+            assert slices[row].dtype == np.int64 and slices[row].shape[1:] == (6,), mask
+            assert torch.equal(counted(slices[row], length, length), expected.long()), (mask, row)
             assert torch.equal(mask.visible(i, j, row), expected[i][:, j]), (mask, row)
             assert mask.pairs(length, row) == expected.sum(), (mask, row)
-            assert torch.equal(oracle_pairs(mask.row(row), length)[0], expected), (mask, row)
+            of_row = mask.row(row)
+            assert torch.equal(oracle_pairs(of_row, length)[0], expected), (mask, row)
+            ends = of_row.boundaries() or (0, length)
+            starts = torch.tensor([a for a, b in pairwise(ends) for _ in range(b - a)])
+            positions = mask.positions(length, row)
+            assert positions.dtype == torch.long and torch.equal(positions, depths(of_row, length) - starts), (
+                mask,
+                row,
+            )
 
 
 @pytest.mark.parametrize("kind", ["plain", "slices", "blocks"])
@@ -104,7 +106,7 @@ def test_keys_may_differ_from_queries(kind):
 
 @each_kind
 def test_narrowed_masks_limit_distances_along_tree_paths(kind):
-    for random, length, mask in masks(kind, 60):
+    for random, length, mask in masks(kind):
         behind = random.randint(0, length)
         narrowed = mask.narrow(behind)
         for row, expected in enumerate(oracle_pairs(mask, length)):
@@ -123,18 +125,8 @@ def depths(mask: AttentionMask, length: int) -> Tensor:
     return oracle_pairs(replace(mask, window=None), length)[0].sum(1) - 1
 
 
-@each_kind
-def test_positions_are_depths_in_trees_and_offsets_in_other_documents(kind):
-    for _, length, mask in masks(kind):
-        for row in range(mask.batch or 1):
-            of_row = mask.row(row)
-            ends = of_row.boundaries()
-            starts = torch.tensor([a for a, b in pairwise(ends or (0, length)) for _ in range(b - a)])
-            actual = mask.positions(length, row)
-            assert actual.dtype == torch.long and torch.equal(actual, depths(of_row, length) - starts), (mask, row)
-
-
 def test_pairs_of_long_masks_are_counted_by_slices():
+    assert AttentionMask(window=(4095, None)).pairs(10**8) == 4096 * 10**8 - 4095 * 4096 // 2
     length = 2**24
     ends, half = (*range(0, length + 1, length // 16),), length // 2
     documents = AttentionMask(documents=ends).pairs(length)
@@ -155,7 +147,7 @@ def test_pairs_of_long_masks_are_counted_by_slices():
 
 @each_kind
 def test_equal_masks_compare_equal_and_others_do_not(kind):
-    drawn_masks = [list(masks(kind, 30)) for _ in range(2)]
+    drawn_masks = [list(masks(kind, 20)) for _ in range(2)]
     for (_, length, one), (_, _, other) in zip(*drawn_masks, strict=True):
         assert one == other and hash(one) == hash(other) and one is not other
         for same in (replace(one), copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
@@ -163,9 +155,6 @@ def test_equal_masks_compare_equal_and_others_do_not(kind):
             assert np.array_equal(np.concatenate(same.slices(length)), np.concatenate(one.slices(length)))
         wider = replace(one, window=(length + 7, None))
         assert wider != one and replace(wider, window=one.window) == one
-    actual = [mask for _, _, mask in drawn_masks[0]]
-    for a in actual:
-        assert all((a == b) == (repr(vars(a)) == repr(vars(b))) or a == b for b in actual)
 
 
 def test_kinds_with_equal_pairs_are_different_masks():
@@ -266,26 +255,15 @@ def sized(count: int) -> dict[str, AttentionMask]:
     }
 
 
-def test_rebuilding_does_not_iterate_over_parts():
+def test_rebuilding_hashing_and_comparing_do_not_iterate_over_parts():
     few, many = sized(2), sized(10_000)
     for name, mask in many.items():
         for change in (replace, rebuilt, lambda mask: replace(mask, window=(4, 0)), lambda mask: mask.narrow(4)):
             assert steps_of(lambda: change(mask)) <= steps_of(lambda: change(few[name])) + 20, name  # noqa: B023
-        assert rebuilt(mask) == mask and hash(rebuilt(mask)) == hash(mask)
-
-
-def test_hashes_and_comparisons_of_masks_are_cached():
-    for name, mask in sized(10_000).items():
         hash(mask)
         other = rebuilt(mask)
         assert steps_of(lambda: hash(other)) + steps_of(lambda: mask == other) < 500, name  # noqa: B023
-
-
-def test_no_field_is_a_long_sequence():
-    for name, mask in sized(10_000).items():
-        for field in fields(mask):
-            value = getattr(mask, field.name)
-            assert not isinstance(value, (tuple, list, dict)) or len(value) <= 2, (name, field.name)
+        assert other == mask and hash(other) == hash(mask)
 
 
 # -- slices and segments ----------------------------------------------------------------------------------------------

@@ -22,8 +22,6 @@ from armillary.attention import (
     build_comm_plan,
 )
 from armillary.attention.plans import named_method
-from armillary.attention.rotation.nodes import NodeRings
-from armillary.attention.tiling.grid import Grid, PartialLayout
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
 from conformance import Case, cases, check
@@ -31,29 +29,19 @@ from conformance import Case, cases, check
 FULL = AttentionMask(causal=False)
 
 
-def combination(name: str) -> Method:
-    """Builds a combination over 2 x 2 ranks, or with three levels over 8 ranks."""
-    match name:
-        case "queries, queries":
-            return Ring(*_nodes(), "queries", Ring(*_devices(), "queries"))
-        case "keys, keys":
-            return Ring(*_nodes(), "keys", Ring(*_devices(), "keys"))
-        case "queries, token ring":
-            return Ring(*_nodes(), "queries", TokenRing(*_devices()))
-        case "keys, all-gather":
-            return Ring(*_nodes(), "keys", AllGatherKV(*_devices()))
-        case "queries, all-gather":
-            return Ring(*_nodes(), "queries", AllGatherKV(*_devices()))
-        case _:
-            raise ValueError(name)
+COMBINATIONS = [
+    ("queries", Ring),
+    ("keys", Ring),
+    ("queries", TokenRing),
+    ("keys", AllGatherKV),
+    ("queries", AllGatherKV),
+]
+"""The rotating side between nodes, and the method within a node, which rotates the same side."""
 
 
-def _nodes() -> list[Any]:
-    return [mesh(nodes=2, devices=2)["nodes"]]
-
-
-def _devices() -> list[Any]:
-    return [mesh(nodes=2, devices=2)["devices"]]
+def combination(side: str, inner: type[Method]) -> Method:
+    over = mesh(nodes=2, devices=2)
+    return Ring(over["nodes"], side, inner(over["devices"], *([side] if inner is Ring else [])))
 
 
 def failures(attend: Method, chosen: list[Case]) -> list[str]:
@@ -67,12 +55,9 @@ def failures(attend: Method, chosen: list[Case]) -> list[str]:
     return failed
 
 
-COMBINATIONS = ("queries, queries", "keys, keys", "queries, token ring", "keys, all-gather", "queries, all-gather")
-
-
 def conform() -> list[str]:
-    every = [(name, combination(name), cases(brief=i)[i::5]) for i, name in enumerate(COMBINATIONS)]
-    return [f"{name}: {failure}" for name, attend, chosen in every for failure in failures(attend, chosen)]
+    every = [(combination(*each), cases(brief=i)[i::6]) for i, each in enumerate(COMBINATIONS)]
+    return [f"{attend}: {failure}" for attend, chosen in every for failure in failures(attend, chosen)]
 
 
 def test_each_rotating_side_between_nodes_around_each_method(worlds):
@@ -80,14 +65,17 @@ def test_each_rotating_side_between_nodes_around_each_method(worlds):
 
 
 def conform_with_one_rank_on_an_axis() -> list[str]:
-    actual = list[str]()
-    for i, axes in enumerate(({"nodes": 2, "devices": 1}, {"nodes": 1, "devices": 2})):
-        over = mesh(**axes)
-        inner = [Ring(over["devices"]), TokenRing(over["devices"]), AllGatherKV(over["devices"])]
-        inner += [Local()] if axes["devices"] == 1 else []
-        for j, method in enumerate(inner):
-            actual += failures(Ring(over["nodes"], inner=method), cases(brief=i + j)[j::6])
-    return actual
+    one_device, one_node = mesh(nodes=2, devices=1), mesh(nodes=1, devices=2)
+    every = [
+        (one_device, Local()),
+        (one_device, TokenRing(one_device["devices"])),
+        (one_node, Ring(one_node["devices"])),
+    ]
+    return [
+        failure
+        for i, (over, inner) in enumerate(every)
+        for failure in failures(Ring(over["nodes"], inner=inner), cases(brief=i)[i::6])
+    ]
 
 
 def test_one_rank_on_either_axis(worlds):
@@ -98,7 +86,7 @@ def conform_in_three_levels() -> list[str]:
     over = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("racks", "nodes", "devices"))
     attend = Ring(over["racks"], inner=Ring(over["nodes"], inner=TokenRing(over["devices"])))
     assert [axis.name for axis in attend.axes] == ["racks", "nodes", "devices"]
-    return failures(attend, cases(brief=3)[::5])
+    return failures(attend, cases(brief=3)[::6])
 
 
 def test_three_levels(worlds):
@@ -160,29 +148,6 @@ def test_tokens_cross_nodes_less_often_than_in_a_ring_of_all_ranks(name):
     assert (crossing, flat_crossing) == (nodes * (8 - devices) * keys, nodes * 7 * keys)
 
 
-@pytest.mark.parametrize("kind", ["zigzag", "contiguous", "striped"])
-def test_every_visible_pair_meets_in_one_step_of_one_node(kind):
-    layout = getattr(SequenceLayout, kind)(61, 6)
-    for mask in (AttentionMask(), AttentionMask(window=(7, 0)), AttentionMask(documents=(0, 4, 33, 50, 61))):
-        full = Grid(layout, layout, mask)
-        pairs = sum(full.pairs(query, key, 1) for query in range(6) for key in range(6))
-        for side in ("keys", "queries"):
-            rings, met = NodeRings.of(3, side, full), 0
-            for node in range(2):
-                for step in filter(None, (rings.step(node, step) for step in range(2))):
-                    part = Grid(step.layout, step.key_layout, mask)
-                    met += sum(part.pairs(query, key, 1) for query in range(3) for key in range(3))
-            assert met == pairs
-
-
-def test_partial_layouts_differ_by_the_length_of_their_sequence():
-    spans = [[range(4)], []]
-    ten, twenty = PartialLayout(spans, 10), PartialLayout(spans, 20)
-    assert (ten.sizes, ten.length, twenty.length) == ((4, 0), 10, 20)
-    assert ten == PartialLayout(spans, 10) != twenty
-    assert ten.coarsen(2) == PartialLayout([[range(4)]], 10)
-
-
 # -- names and meshes -------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +160,9 @@ def built() -> list[Any]:
     heads = build_attention("upipe+ring+ring", mesh(nodes=2, devices=1, ulysses=2))
     assert isinstance(heads, UPipe) and [axis.name for axis in heads.axes] == ["nodes", "devices", "ulysses"]
     assert isinstance(build_attention("ring+ring", mesh(shard=4, nodes=1, devices=1)), Local)
+    facer = build_attention("wallfacer", mesh(ring=4), team=1, placement="p2p_intra", backward="queries")
+    assert (facer.teams.placement, facer.team_ring.backward_side, facer.teams.team_size) == ("p2p_intra", "queries", 1)
+    assert build_attention("ring", mesh(ring=4), backward="keys").backward_side == "keys"
     return [attend.shard, attend.shards, [axis.name for axis in attend.axes]]
 
 

@@ -1,11 +1,14 @@
 """Projected attention: equal results from hidden states, and queries in flight during the projection of keys."""
 
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local, Method, Ring, Ulysses, UPipe, WallFacer
+from armillary.attention.kernels import Dense
 from armillary.core import Axis
 from armillary.core.testing import mesh, relative_error
 from conformance import Case, check
@@ -81,21 +84,41 @@ def test_queries_are_sent_before_keys_are_projected(worlds, name):
         assert events[:4] == ["q", "sent", "kv", "sent"]
 
 
+class Watching(Dense):
+    """A kernel that records whether autocast is on."""
+
+    autocast_states: ClassVar[set[bool]] = set()
+
+    def forward(self, q, k, v, band, scores):
+        self.autocast_states.add(torch.is_autocast_enabled("cpu"))
+        return super().forward(q, k, v, band, scores)
+
+    def backward(self, *tensors):
+        self.autocast_states.add(torch.is_autocast_enabled("cpu"))
+        return super().backward(*tensors)
+
+
 @pytest.mark.parametrize("attend", [Local(), UPipe(Axis.alone("ulysses"), heads_per_stage=2)], ids=["plain", "stages"])
 @pytest.mark.parametrize("backward_inside", [False, True])
-def test_under_autocast_every_projection_gets_its_gradient(attend, backward_inside):
+@pytest.mark.parametrize("sinks", [None, torch.zeros(8)], ids=["", "sinks"])
+def test_under_autocast_every_projection_gets_its_gradient(attend, backward_inside, sinks):
     """Autocast caches cast weights, with or without a gradient, for later calls."""
     projections, mask = Linear().float(), AttentionMask(causal=True)
     x = torch.randn(1, 12, 32, requires_grad=True)
     leaves = [x, *(p for p in projections.parameters() if p is not projections.to_k.bias)]  # whose gradient is 0
+    kernel = Watching()
+    kernel.autocast_states.clear()
     with torch.autocast("cpu", torch.bfloat16):
-        out = attend.projected(x, projections, mask=mask)
+        out = attend.projected(x, projections, mask=mask, sinks=sinks, kernel=kernel)
         dout = torch.randn_like(out)
-        result = torch.autograd.grad(out, leaves, dout) if backward_inside else ()
-    result = result or torch.autograd.grad(out, leaves, dout)
+        result = torch.autograd.grad(out, leaves, dout, retain_graph=True) if backward_inside else ()
+    again = torch.autograd.grad(out, leaves, dout)
+    result = result or again
+    assert out.dtype == torch.bfloat16 and kernel.autocast_states == {False}
+    assert all(map(torch.equal, result, again))
     with torch.autocast("cpu", torch.bfloat16):
         q, (k, v) = projections.q(x, range(8)), projections.kv(x, range(2))
-        plain = Local()(q, k, v, mask=mask)
+        plain = Local()(q, k, v, mask=mask, sinks=sinks)
     expected = torch.autograd.grad(plain, leaves, dout)
     assert all(relative_error(a, b) < 2e-2 for a, b in zip(result, expected, strict=True))
 

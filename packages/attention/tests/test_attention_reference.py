@@ -6,8 +6,6 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from armillary.attention import AttentionMask, Slice, reference_attention
 from armillary.attention.mask import Tree
@@ -33,36 +31,17 @@ def tensors(
     return [torch.randn(batch, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
-def with_gradients(attention, q, k, v, dout):
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves)
-    return out, *torch.autograd.grad(out, leaves, dout)
-
-
-@pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("scale", [None, 0.7])
-def test_out_and_gradients_match_torch(name, scale):
-    q, k, v, dout = tensors()
-    i = torch.arange(11)
-    visible = torch.stack([MASKS[name].visible(i, i, row) for row in range(2)])[:, None]
-
-    def with_torch(q, k, v):
-        moved = [x.transpose(1, 2) for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*moved, attn_mask=visible, scale=scale, enable_gqa=True)
-        return out.transpose(1, 2)
-
-    actual = with_gradients(lambda q, k, v: reference_attention(q, k, v, mask=MASKS[name], scale=scale), q, k, v, dout)
-    for result, expected in zip(actual, with_gradients(with_torch, q, k, v, dout), strict=True):
-        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
-
-
 ONE_A_HEAD = torch.tensor([-1.0, 0.5, 3.0, 40.0], dtype=torch.float64)
 SEVERAL_A_HEAD = torch.stack([ONE_A_HEAD, ONE_A_HEAD.flip(0), -ONE_A_HEAD])
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("sinks", [ONE_A_HEAD, SEVERAL_A_HEAD, SEVERAL_A_HEAD[:1]], ids=["[H]", "[n, H]", "[1, H]"])
-def test_sink_is_another_key_with_value_0_and_its_own_score(name, sinks):
+@pytest.mark.parametrize(
+    ("sinks", "scale"),
+    [(ONE_A_HEAD[:0], None), (ONE_A_HEAD, 0.7), (SEVERAL_A_HEAD, None), (SEVERAL_A_HEAD[:1], 0.7)],
+    ids=["none", "[H]", "[n, H]", "[1, H]"],
+)
+def test_results_match_torch_with_sinks_as_further_keys_with_value_0(name, sinks, scale):
     q, k, v, dout = tensors()
     i = torch.arange(11)
     visible = torch.stack([MASKS[name].visible(i, i, row) for row in range(2)])[:, None]
@@ -73,15 +52,15 @@ def test_sink_is_another_key_with_value_0_and_its_own_score(name, sinks):
         q, k, v = (x.transpose(1, 2) for x in (q, F.pad(k, padding), F.pad(v, padding)))
         bias = torch.zeros(visible.shape, dtype=torch.float64).masked_fill(~visible, -torch.inf).expand(2, 4, 11, 11)
         bias = torch.cat([bias, sinks.T[None, :, None].expand(2, 4, 11, -1)], dim=-1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale, enable_gqa=True).transpose(1, 2)
 
     def with_oracle(q, k, v, sinks):
-        return reference_attention(q, k, v, mask=MASKS[name], sinks=sinks)
+        return reference_attention(q, k, v, mask=MASKS[name], scale=scale, sinks=sinks if len(sinks) else None)
 
     def run(attention):
         leaves = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
         out = attention(*leaves)
-        return out, *torch.autograd.grad(out, leaves, dout)
+        return out, *torch.autograd.grad(out, leaves if len(sinks) else leaves[:3], dout)
 
     for result, expected in zip(run(with_oracle), run(with_torch), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
@@ -131,18 +110,9 @@ def test_query_head_h_uses_kv_head_h_over_the_group_size(heads, kv_heads):
                 torch.testing.assert_close(out[b, t, h], weights @ v[b, : t + 1, g], rtol=1e-12, atol=1e-12)
 
 
-def test_lse_is_over_the_visible_keys():
-    q, k, v, _ = tensors()
-    _, lse = reference_attention(q, k, v, mask=CAUSAL, return_lse=True)
-    logits = torch.einsum("thd,shd->hts", q[1], k[1].repeat_interleave(2, 1)) * 8**-0.5
-    expected = torch.stack([logits[:, t, : t + 1].logsumexp(-1) for t in range(11)])
-    torch.testing.assert_close(lse[1], expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["causal", "rows"])
-def test_gradients_of_out_and_lse_pass_gradcheck(name):
-    leaves = [x.requires_grad_() for x in tensors(2, 1, value_dim=3)[:3]]
-    assert torch.autograd.gradcheck(lambda *x: reference_attention(*x, mask=MASKS[name], return_lse=True), leaves)
+def test_gradients_of_out_and_lse_pass_gradcheck():
+    leaves = [x.requires_grad_() for x in tensors(2, 1, value_dim=1)[:3]]
+    assert torch.autograd.gradcheck(lambda *x: reference_attention(*x, mask=MASKS["rows"], return_lse=True), leaves)
 
 
 def test_query_without_visible_keys_gives_zero_and_no_gradients():
@@ -158,14 +128,6 @@ def test_query_without_visible_keys_gives_zero_and_no_gradients():
         reference_attention(*leaves, mask=CAUSAL, **positions)[:, 4:], leaves, dout[:, 4:]
     )
     assert torch.equal(dk, dk_rest) and torch.equal(dv, dv_rest)
-
-
-def test_no_visible_pairs():
-    q, k, v, dout = tensors()
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out, lse = reference_attention(*leaves, mask=CAUSAL, key_positions=torch.arange(20, 31), return_lse=True)
-    gradients = torch.autograd.grad(out, leaves, dout)
-    assert all((x == 0).all() for x in (out, *gradients)) and (lse == -torch.inf).all()
 
 
 def test_huge_logits_neither_overflow_nor_vanish():
@@ -297,24 +259,3 @@ def test_path_of_a_tree_equals_a_sequence():
 def test_positions_are_global_for_any_local_order():
     pairs = visible_pairs(AttentionMask(window=(2, None)), torch.tensor([7, 2]), torch.tensor([5, 0, 8, 2, 7]))
     assert pairs.tolist() == [[[True, False, False, False, True], [False, True, False, True, False]]]
-
-
-edges = st.none() | st.integers(0, 12)
-
-
-@st.composite
-def masks(draw, length: int) -> AttentionMask:
-    cuts = st.sets(st.integers(1, length - 1)).map(lambda inner: (0, *sorted(inner), length))
-    return AttentionMask(
-        causal=draw(st.booleans()),
-        window=draw(st.none() | st.tuples(edges, edges)),
-        documents=draw(st.none() | cuts | st.tuples(cuts, cuts)),
-    )
-
-
-@settings(deadline=None, derandomize=True)
-@given(masks(30), *[st.lists(st.integers(0, 29), min_size=1, max_size=12)] * 2, st.integers(0, 1))
-def test_mask_and_oracle_agree_on_visible_pairs(mask, queries, keys, row):
-    i, j = torch.tensor(queries), torch.tensor(keys)
-    pairs = visible_pairs(mask, i, j, batch=2)
-    assert torch.equal(mask.visible(i, j, row), pairs[min(row, len(pairs) - 1)])

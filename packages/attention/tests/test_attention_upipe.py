@@ -1,29 +1,19 @@
-"""UPipe runs heads in stages, projections included; its results equal the formula in float64."""
+"""UPipe runs heads in stages, projections included: results in float64, and one stage of heads in memory."""
 
-from collections.abc import Callable, Iterable, Sequence
+import gc
+import time
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from armillary.attention import (
-    AllGatherKV,
-    AttentionMask,
-    Local,
-    Method,
-    Ring,
-    TokenRing,
-    Ulysses,
-    UPipe,
-    WallFacer,
-    reference_attention,
-)
+from armillary.attention import AttentionMask, Method, Ring, UPipe, reference_attention
 from armillary.core.testing import mesh, relative_error
 
 BATCH, WIDTH, DIM, LENGTH = 2, 12, 8, 29  # x [B, N, E], heads [.., D]
@@ -107,36 +97,11 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float64
 
 
-class Composition(NamedTuple):
-    ring: int
-    ulysses: int
-    inner: str = "local"
+def build(ring: int, stage: int | None, prefetch: bool = False) -> Method:
+    """Builds the method on all four ranks."""
+    axes = mesh(ring=ring, ulysses=4 // ring)
+    return UPipe(axes["ulysses"], *([Ring(axes["ring"])] if ring > 1 else []), heads_per_stage=stage, prefetch=prefetch)
 
-    def build(self, stage: int | None = None, **options: bool) -> UPipe:
-        axes = mesh(ring=self.ring, ulysses=self.ulysses)
-        return UPipe(axes["ulysses"], inner=INNER[self.inner](axes["ring"]), heads_per_stage=stage, **options)
-
-    def fits(self, heads: Heads) -> bool:
-        return heads.queries >= self.ulysses and (heads.stage or 0) % self.ulysses == 0
-
-    def __str__(self) -> str:
-        return f"{self.inner}{self.ring}-ulysses{self.ulysses}"
-
-
-INNER: dict[str, Callable[[DeviceMesh], Method]] = {
-    "local": lambda _: Local(),
-    "ring": Ring,
-    "token_ring": TokenRing,
-    "wall_facer": lambda axis: WallFacer(axis, team=1),
-    "wall_facer_2": lambda axis: WallFacer(axis, team=2),
-    "all_gather": AllGatherKV,
-}
-COMPOSITIONS = [
-    *(Composition(1, 1), Composition(1, 2), Composition(1, 4), Composition(2, 2, "ring")),
-    *(Composition(2, 2, "token_ring"), Composition(2, 2, "wall_facer"), Composition(2, 2, "all_gather")),
-]
-EIGHT = [Composition(4, 2, "ring"), Composition(4, 2, "wall_facer_2")]
-USP = COMPOSITIONS[3]
 
 HEADS = [
     *(Heads(8, 8, 2), Heads(8, 2, 2), Heads(8, 2, 4), Heads(8, 4, 4), Heads(8, 8, None), Heads(8, 1, 8)),
@@ -144,8 +109,10 @@ HEADS = [
     *(Heads(5, 1, None), Heads(8, 1, 4), Heads(6, 2, 4), Heads(9, 3, None)),
 ]
 """Fewer and more key heads than per stage and than ranks, divisible and not; one stage; incomplete last stages."""
-OPTIONS = [(), ("bias", "rope"), ("norm", "rope"), ("lora", "rope"), ("bias", "norm", "rope")]
+OPTIONS = [("lora",), ("bias", "rope"), ("norm", "rope"), ("bias", "norm", "rope")]
 """Without RoPE or norm, a bias of keys has no gradient, because it shifts all scores of a query equally."""
+SCORES = [("sinks", "rope"), ("scale", "rope"), ("softcap", "norm", "rope"), ("sinks", "scale", "softcap")]
+"""The sinks are among the parameters, although no projection uses them."""
 MASKS = [
     AttentionMask(),
     AttentionMask(documents=(0, 5, 6, 19, LENGTH)),
@@ -156,14 +123,21 @@ MASKS = [
 ]
 
 
-def cases(composition: Composition) -> list[Case]:
-    """Returns half of the possible heads, with options and masks in turn; other compositions have other pairs."""
-    shift = (COMPOSITIONS + EIGHT).index(composition)
-    fitting = [heads for heads in HEADS if composition.fits(heads)]
-    return [
+def cases_of(ring: int) -> list[Case]:
+    """Returns all heads that fit with options and masks in turn, dtypes, and layouts with shards of one token."""
+    shift, stages = ring, 4 // ring
+    fitting = [heads for heads in HEADS if heads.queries >= stages and (heads.stage or stages) % stages == 0]
+    every = [
         Case(heads, OPTIONS[(i + shift) % len(OPTIONS)], MASKS[(i + 2 * shift) % len(MASKS)])
         for i, heads in enumerate(fitting)
-        if (i + shift) % 2
+    ]
+    every += [Case(heads, options) for heads, options in zip(fitting[1::3], SCORES, strict=False)]
+    dtypes = (torch.float32, torch.bfloat16)
+    every += [Case(heads, ("norm", "rope"), dtype=dtypes[i % 2]) for i, heads in enumerate(fitting[:4])]
+    kinds = product(("contiguous", "zigzag", "striped"), (4, 5))
+    return every + [
+        Case(Heads(8, 2, 4), ("bias", "rope"), AttentionMask(documents=(0, 1, length - 1, length)), length, kind)
+        for kind, length in kinds
     ]
 
 
@@ -208,8 +182,8 @@ def on_rank(attend: Method, case: Case) -> Result:
     return {"positions": positions, **differentiated(out, dout, x, weights)}
 
 
-def on_ranks(composition: Composition, todo: list[Case], **options: bool) -> list[Result]:
-    return [on_rank(composition.build(case.heads.stage, **options), case) for case in todo]
+def on_ranks(ring: int, todo: list[Case], prefetch: bool = False) -> list[Result]:
+    return [on_rank(build(ring, case.heads.stage, prefetch), case) for case in todo]
 
 
 def joined(ranks: Sequence[Result]) -> Result:
@@ -230,193 +204,213 @@ def wrong(case: Case, ranks: Sequence[Result]) -> list[str]:
     return [f"{case}: {name} is off by {error:.1e}" for name, error in errors.items() if error > LIMITS[case.dtype]]
 
 
-def failures(worlds, composition: Composition, todo: list[Case]) -> list[str]:
-    answers = worlds(composition.ring * composition.ulysses).run(on_ranks, composition, todo)
-    return [text for case, *ranks in zip(todo, *answers, strict=True) for text in wrong(case, ranks)]
-
-
-# -- exact ------------------------------------------------------------------------------------------------------------
-
-
-LONG = COMPOSITIONS[4:]
-"""The schedule of heads is that of USP; the conformance suite has their inner methods."""
-
-
-@pytest.mark.parametrize(
-    "composition", [pytest.param(each, marks=[pytest.mark.long] * (each in LONG)) for each in COMPOSITIONS], ids=str
-)
-def test_results_and_gradients_match_the_formula(worlds, composition):
-    assert not failures(worlds, composition, cases(composition))
-
-
-@pytest.mark.parametrize("composition", [pytest.param(EIGHT[0], marks=pytest.mark.long), EIGHT[1]], ids=str)
-def test_on_eight_ranks(worlds, composition):
-    assert not failures(worlds, composition, cases(composition)[::3])
-
-
-def test_ulysses_equals_the_same_oracle(worlds):
-    todo = [Case(heads, options) for heads, options in zip(HEADS[:5], OPTIONS, strict=True)]
-    answers = worlds(4).run(ulysses_on_ranks, todo)
+@pytest.mark.parametrize("ring", [1, 2])
+def test_results_and_gradients_match_the_formula(worlds, ring):
+    todo = cases_of(ring)
+    answers = worlds(4).run(on_ranks, ring, todo)
     assert not [text for case, *ranks in zip(todo, *answers, strict=True) for text in wrong(case, ranks)]
 
 
-def ulysses_on_ranks(todo: list[Case]) -> list[Result]:
-    axes = mesh(ring=2, ulysses=2)
-    attend = Ulysses(axes["ulysses"], inner=Ring(axes["ring"]))
-    return [on_rank(attend, case) for case in todo]
+def test_prefetching_runs_have_equal_bits(worlds):
+    assert all(all(rank) for rank in worlds(4).run(prefetched))
 
 
-def test_every_layout_and_shards_of_one_token(worlds):
-    todo = [
-        Case(Heads(8, 2, 2), ("bias", "rope"), mask, length, kind)
-        for kind, length in product(("contiguous", "zigzag", "striped"), (4, 5))
-        for mask in (AttentionMask(), AttentionMask(documents=(0, 1, 4 if length > 4 else 3, length)))
-    ]
-    assert not failures(worlds, USP, todo)
-    four = [case._replace(heads=Heads(8, 2, 4)) for case in todo if case.length == 4]
-    assert not failures(worlds, Composition(1, 4), four)
+def prefetched() -> list[bool]:
+    todo = [Case(heads, ("norm", "rope"), dtype=torch.float32) for heads in HEADS[:12:4]]
+    runs = zip(on_ranks(2, todo), on_ranks(2, todo, prefetch=True), strict=True)
+    return [torch.equal(first[name], early[name]) for first, early in runs for name in first]
 
 
-def test_sinks_scale_and_softcap(worlds):
-    """The sinks are among the parameters, although no projection uses them."""
-    options = (("sinks", "rope"), ("scale", "rope"), ("softcap", "norm", "rope"), ("sinks", "scale", "softcap"))
-    heads = (Heads(8, 2, 2), Heads(5, 5, 2), Heads(8, 1, 4))
-    assert not failures(worlds, USP, [Case(*both) for both in product(heads, options)])
+GROUPED = Case(Heads(8, 4, 2), ("norm", "rope"))
+EVEN = GROUPED._replace(length=32)
+
+# -- frozen weights ---------------------------------------------------------------------------------------------------
 
 
-def test_tokens_that_only_see_themselves(worlds):
-    """Outputs are the values: queries and keys have no gradient, and nearly every block is skipped."""
-    case = Case(Heads(8, 2, 2), ("rope",), AttentionMask(window=(0, 0)))
-    answers = worlds(4).run(on_ranks, USP, [case])
-    result, exact = joined([results[0] for results in answers]), expected(case)
-    for name in ("out", "dx", "dweights.v"):
-        assert relative_error(result[name], exact[name]) < 1e-10
-    for name in ("dweights.q", "dweights.k"):
-        assert torch.linalg.vector_norm(result[name]) < 1e-12
+class Forbidden(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *_: Tensor) -> Tensor:
+        raise AssertionError("a gradient is computed that nobody needs")
 
 
-def test_narrower_dtypes_are_unchanged(worlds):
-    todo = [
-        Case(heads, ("norm", "rope"), dtype=dtype)
-        for heads in (Heads(8, 2, 2), Heads(8, 8, 4), Heads(8, 1, 2))
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    assert not failures(worlds, USP, todo)
+class Guarded(Projected):
+    """Raises if a gradient is computed for a frozen base weight, or for x if `x_is_frozen`."""
+
+    frozen: tuple[str, ...] = ()
+    x_is_frozen = False
+
+    def freeze(self, case: str) -> None:
+        self.x_is_frozen = case in ("x", "everything")
+        if case in ("all weights", "everything"):
+            self.requires_grad_(False)
+        for name in {"queries": "q", "keys": "k", "keys and values": "kv"}.get(case, ""):
+            self.weights[name].requires_grad_(False)
+        self.frozen = tuple(name for name, weight in self.weights.items() if not weight.requires_grad)
+
+    def weight(self, name: str) -> Tensor:
+        return Forbidden.apply(self.weights[name]) if name in self.frozen else self.weights[name]
+
+    def project(self, name: str, x: Tensor, heads: list[int]) -> Tensor:
+        return super().project(name, Forbidden.apply(x) if self.x_is_frozen else x, heads)
 
 
-class Blind(NamedTuple):
-    """Cross-attention in which the last queries are too far from all keys to see one."""
-
-    queries: int = 23
-    keys: int = 11
-    mask: AttentionMask = AttentionMask(causal=False, window=(3, 2))
-
-
-def finished(composition: Composition, stage: int, blind: Blind) -> tuple[list[Tensor], int]:
-    """Returns (out, lse, dq, dk, dv) from finished q, k, v, and the shard."""
-    attend = composition.build(stage)
-    layouts = [attend.layout(length, "contiguous") for length in (blind.queries, blind.keys, blind.keys)]
-    q, k, v, dout = blind_inputs(blind)
-    q, k, v = (x.take(t, attend.shard).requires_grad_() for x, t in zip(layouts, (q, k, v), strict=True))
-    out, lse = attend(q, k, v, mask=blind.mask, layout=layouts[0], key_layout=layouts[1], return_lse=True)
-    gradients = torch.autograd.grad(out, (q, k, v), layouts[0].take(dout, attend.shard))
-    return [out.detach(), lse.detach(), *gradients], attend.shard
-
-
-def each_finished(composition: Composition, stages: Sequence[int], blind: Blind) -> list[tuple[list[Tensor], int]]:
-    return [finished(composition, stage, blind) for stage in stages]
+def partly_frozen(case: Case, frozen: str) -> Result:
+    """Returns the results of `on_rank` for frozen weights, by `backward`."""
+    attend = build(2, case.heads.stage)
+    layout = attend.layout(case.length)
+    x, dout = (layout.take(tensor, attend.shard) for tensor in inputs(case))
+    positions = layout.positions(attend.shard)
+    weights = Guarded(*case.heads[:2], positions, case.options)
+    weights.freeze(frozen)
+    x.requires_grad_(not weights.x_is_frozen)
+    out = attend.projected(x, weights, mask=case.mask, layout=layout)
+    assert out.requires_grad == (frozen != "everything")
+    if out.requires_grad:
+        out.backward(dout)
+    tensors = {"x": x, **dict(weights.named_parameters())}
+    assert all((tensor.grad is not None) == tensor.requires_grad for tensor in tensors.values())
+    gradients = {f"d{name}": tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
+    return {"positions": positions, "out": out.detach(), **gradients}
 
 
-def blind_inputs(blind: Blind) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    shapes = [(blind.queries, 8), (blind.keys, 4), (blind.keys, 4), (blind.queries, 8)]
-    return [torch.randn(BATCH, n, heads, DIM, generator=generator, dtype=torch.float64) for n, heads in shapes]
+FROZEN = {
+    "base": GROUPED._replace(options=("lora", "rope")),
+    **dict.fromkeys(("queries", "keys and values", "x", "everything"), GROUPED._replace(options=("bias", "rope"))),
+}
 
 
-def test_finished_tensors_and_queries_without_visible_keys(worlds):
-    blind = Blind()
-    q, k, v, dout = (x.requires_grad_() for x in blind_inputs(blind))
-    out, lse = reference_attention(q, k, v, mask=blind.mask, return_lse=True)
-    exact = [out, lse, *torch.autograd.grad(out, (q, k, v), dout)]
-    for stage, *answers in zip((2, 4, 8), *worlds(4).run(each_finished, USP, (2, 4, 8), blind), strict=True):
-        ranks = sorted(answers, key=lambda answer: answer[1])
-        out, lse, *gradients = (torch.cat(parts, dim=1) for parts in zip(*(x for x, _ in ranks), strict=True))
-        assert (out[:, -6:] == 0).all() and (lse[:, -6:] == -torch.inf).all() and (gradients[0][:, -6:] == 0).all()
-        assert torch.equal(lse == -torch.inf, exact[1] == -torch.inf)
-        result = [out, lse.exp(), *gradients]
-        errors = [relative_error(a, b) for a, b in zip(result, [exact[0], exact[1].exp(), *exact[2:]], strict=True)]
-        assert max(errors) < 1e-10, (stage, errors)
+def each_partly_frozen() -> list[Result]:
+    return [partly_frozen(case, frozen) for frozen, case in FROZEN.items()]
 
 
-def test_repeated_and_prefetching_runs_have_equal_bits(worlds):
-    todo = [Case(heads, ("norm", "rope"), dtype=torch.float32) for heads in HEADS[1::4] if USP.fits(heads)]
-    for rank in worlds(4).run(thrice, USP, todo):
-        assert rank == ["same"] * len(todo)
+def test_only_unfrozen_gradients_are_computed(worlds):
+    for (frozen, case), *ranks in zip(FROZEN.items(), *worlds(4).run(each_partly_frozen), strict=True):
+        result, exact = joined(ranks), expected(case)
+        assert all(relative_error(result[name], exact[name]) < 1e-10 for name in result), (frozen, result.keys())
+        assert frozen != "base" or result.keys() == exact.keys()
 
 
-def thrice(composition: Composition, todo: list[Case]) -> list[str]:
-    first, second, prefetched = (on_ranks(composition, todo, prefetch=prefetch) for prefetch in (False, False, True))
-    return [compared(*runs) for runs in zip(first, second, prefetched, strict=True)]
+# -- dropout ----------------------------------------------------------------------------------------------------------
 
 
-def compared(first: Result, second: Result, prefetched: Result) -> str:
-    differing = [
-        [name for name in first if not torch.equal(first[name], other[name])] for other in (second, prefetched)
-    ]
-    return f"again: {differing[0]}, prefetching: {differing[1]}" if any(differing) else "same"
+class Dropping(Projected):
+    """Dropout before the projections, as in LoRA."""
+
+    def project(self, name: str, x: Tensor, heads: list[int]) -> Tensor:
+        return super().project(name, F.dropout(x, 0.5), heads)
 
 
-# -- the order of heads in pretrained weights -------------------------------------------------------------------------
+def dropped() -> tuple[float, float]:
+    """Returns <dout, out> and <dweight, weight> of the values. Out is the values, and so linear in their weight."""
+    attend = build(1, 4)
+    layout = attend.layout(EVEN.length)
+    x, dout = (layout.take(tensor, attend.shard) for tensor in inputs(EVEN))
+    weights = Dropping(8, 4, layout.positions(attend.shard))
+    out = attend.projected(x, weights, mask=AttentionMask(window=(0, 0)), layout=layout)
+    (gradient,) = torch.autograd.grad(out, [weights.weights["v"]], dout)
+    return (out * dout).sum().item(), (gradient * weights.weights["v"]).sum().item()
 
 
-class Numbered(nn.Module):
-    """Key/value head j has the values one-hot(j) for all tokens."""
-
-    def __init__(self, heads: int, key_heads: int) -> None:
-        super().__init__()
-        self.heads, self.key_heads = heads, key_heads
-        self.values = nn.Parameter(torch.eye(key_heads, dtype=torch.float64))
-
-    def q(self, x: Tensor, heads: Iterable[int]) -> Tensor:
-        return torch.stack([x * (1 + h) for h in heads], dim=2)
-
-    def kv(self, x: Tensor, heads: Iterable[int]) -> tuple[Tensor, Tensor]:
-        chosen = list(heads)
-        return torch.stack([x - h for h in chosen], dim=2), self.values[chosen].expand(*x.shape[:2], -1, -1)
+def test_recomputation_repeats_dropout(worlds):
+    forward, backward = (sum(values) for values in zip(*worlds(4).run(dropped), strict=True))
+    assert abs(forward - backward) < 1e-9 * abs(forward)
 
 
-def numbered(composition: Composition, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns each query head's output [H, K] by two ways, and the values' gradient [K, K] for dout h at head h."""
-    attend, projections = composition.build(heads.stage), Numbered(heads.queries, heads.keys)
-    layout = attend.layout(LENGTH)
-    x = torch.randn(BATCH, layout.sizes[attend.shard], DIM, dtype=torch.float64)
-    out = attend.projected(x, projections, mask=AttentionMask(), layout=layout)
-    (out * torch.arange(heads.queries)[:, None]).sum().backward()
-    with torch.no_grad():
-        q, (k, v) = projections.q(x, range(heads.queries)), projections.kv(x, range(heads.keys))
-        plain = attend(q, k, v.contiguous(), mask=AttentionMask(), layout=layout)
-    gradient = projections.values.grad
-    assert gradient is not None
-    dist.all_reduce(gradient)
-    return out.detach().mean((0, 1)), plain.mean((0, 1)), gradient
+# -- saved tensors ----------------------------------------------------------------------------------------------------
 
 
-def each_numbered(composition: Composition, todo: list[Heads]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    return [numbered(composition, heads) for heads in todo]
+def storages() -> dict[int, int]:
+    """Returns the bytes of each storage that Python's garbage collector tracks; frozen objects are left out."""
+    gc.collect()
+    actual = [x.untyped_storage() for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    return {storage.data_ptr(): storage.nbytes() for storage in actual}
 
 
-@pytest.mark.parametrize(
-    ("composition", "step"), [(Composition(1, 4), 1), pytest.param(USP, 1, marks=pytest.mark.long)], ids=str
-)
-def test_query_head_h_uses_key_head_h_over_g(worlds, composition, step):
-    llama_3_8b = [Heads(32, 8, stage) for stage in (4, 8, 16, None)]
-    todo = [*llama_3_8b, *[heads for heads in HEADS if composition.fits(heads)][::step]]
-    for answers in worlds(composition.ring * composition.ulysses).run(each_numbered, composition, todo):
-        for heads, (out, plain, gradient) in zip(todo, answers, strict=True):
-            key_heads = torch.arange(heads.queries) // (heads.queries // heads.keys)
-            expected_heads = F.one_hot(key_heads, heads.keys).double()
-            assert torch.allclose(out, expected_heads, atol=1e-12), heads
-            assert torch.allclose(plain, expected_heads, atol=1e-12), heads
-            # A query's weights sum to 1, so the values get h from each query of each head h that uses them.
-            weight = BATCH * LENGTH * (torch.arange(heads.queries).double() @ expected_heads)
-            assert torch.allclose(gradient, weight[:, None].expand_as(gradient)), heads
+def eventually_new(known_storages: set[int]) -> dict[int, int]:
+    """Returns the storages that are not known, after gloo's threads have released their send buffers."""
+    for _ in range(20):
+        new = {at: n for at, n in storages().items() if at not in known_storages}
+        if not any(new.values()):
+            break
+        time.sleep(0.05)
+    return new
+
+
+def saved_bytes(case: Case) -> tuple[int, int, int]:
+    """Returns bytes saved by the graph without parameters, bytes of x, out and lse, and bytes kept alive elsewhere."""
+    attend = build(2, case.heads.stage)
+    layout = attend.layout(case.length)
+    x = layout.take(inputs(case)[0], attend.shard).requires_grad_()
+    weights = Projected(*case.heads[:2], layout.positions(attend.shard), case.options)
+    attend.projected(x, weights, mask=case.mask, layout=layout)  # fills the caches
+    before, saved = storages(), dict[int, int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = attend.projected(x, weights, mask=case.mask, layout=layout)
+    elsewhere = sum(eventually_new({*before, *saved, out.data_ptr()}).values())
+    parameters = {p.data_ptr() for p in weights.parameters()}
+    total = sum(n for at, n in saved.items() if at not in parameters)
+    return total, x.nbytes + out.nbytes + out[..., 0].nbytes, elsewhere
+
+
+def all_saved_bytes(heads: list[Heads]) -> list[tuple[int, int, int]]:
+    gc.freeze()  # so that collections skip the imported objects
+    return [saved_bytes(EVEN._replace(heads=some)) for some in heads]
+
+
+def test_only_x_out_and_lse_are_saved(worlds):
+    heads = [Heads(8, 8, None), Heads(8, 1, 4)]
+    for rank in worlds(4).run(all_saved_bytes, heads):
+        assert [(total, elsewhere) for total, _, elsewhere in rank] == [(allowed, 0) for _, allowed, _ in rank]
+
+
+class Watched(Projected):
+    """Records the number of live heads of earlier stages when the next stage is projected."""
+
+    def watch(self) -> None:
+        self.alive: dict[str, list[tuple[int, StorageWeakRef]]] = {"q": [], "k": [], "v": []}
+        self.most = dict.fromkeys(self.alive, 0)
+
+    def project(self, name: str, x: Tensor, heads: list[int]) -> Tensor:
+        alive_bytes = sum(n for n, storage in self.alive[name] if not storage.expired())
+        self.most[name] = max(self.most[name], alive_bytes)
+        y = super().project(name, x, heads)
+        self.alive[name].append((len(heads), StorageWeakRef(y.untyped_storage())))
+        return y
+
+
+def max_alive(heads: Heads, prefetch: bool) -> list[dict[str, int]]:
+    """Returns the maxima of forward, and of both phases."""
+    attend = build(1, heads.stage, prefetch)
+    layout = attend.layout(EVEN.length)
+    x, dout = layout.take(inputs(EVEN)[0], attend.shard), torch.ones(BATCH, 8, heads.queries, DIM, dtype=torch.float64)
+    weights = Watched(*heads[:2], layout.positions(attend.shard), ("rope",))
+    weights.watch()
+    out = attend.projected(x.requires_grad_(), weights, mask=AttentionMask(), layout=layout)
+    forward = dict(weights.most)
+    out.backward(dout)
+    return [forward, weights.most]
+
+
+ALIVE = list(product((Heads(16, 16, 4), Heads(16, 8, 4), Heads(16, 4, 8)), (False, True)))
+
+
+def all_max_alive() -> list[list[dict[str, int]]]:
+    return [max_alive(*case) for case in ALIVE]
+
+
+def test_at_most_one_stage_of_heads_is_alive_during_the_next_projection(worlds):
+    for rank in worlds(4).run(all_max_alive):
+        for (heads, prefetch), phases in zip(ALIVE, rank, strict=True):
+            for maxima in phases:
+                assert all(n <= (1 + prefetch) * heads.stage for n in maxima.values()), (heads, prefetch, phases)
