@@ -50,20 +50,10 @@ def forest(answers: int, window: tuple[int, int] | None = None) -> AttentionMask
     return AttentionMask.tree(ends, parents, window)
 
 
-def deep_tree() -> AttentionMask:
-    rng = random.Random(2)
-    ends, parents, path = boundaries(lambda: rng.lognormvariate(6, 1)), list[int](), list[int]()
-    for segment in range(len(ends) - 1):
-        del path[rng.randint(max(0, len(path) - 3), len(path)) :]
-        parents.append(path[-1] if path else -1)
-        path.append(segment)
-    return AttentionMask.tree(ends, parents)
-
-
-def images(window: tuple[int | None, int | None] | None) -> AttentionMask:
+def images() -> AttentionMask:
     rng = random.Random(3)
     starts = boundaries(lambda: 1500 + rng.lognormvariate(6, 1), N)[1:-2]
-    return AttentionMask.image_spans([range(at, at + rng.choice([256, 576, 1024])) for at in starts], window=window)
+    return AttentionMask.image_spans([range(at, at + rng.choice([256, 576, 1024])) for at in starts])
 
 
 def some_blocks() -> AttentionMask:
@@ -78,19 +68,14 @@ MASKS = {
     "causal": AttentionMask(),
     "window": AttentionMask(window=(2047, 0)),
     "both ways": AttentionMask(causal=False, window=(1000, 1000)),
-    "documents": AttentionMask(documents=web(0)),
     "documents, rows": AttentionMask(documents=[web(0), web(1)]),
     "documents, window": AttentionMask(documents=web(0), window=(1023, 0)),
     "prompt of 1k": prompt_with_answers(1000),
-    "prompt of 16k": prompt_with_answers(16000),
     "forest": forest(4),
     "forest, window": forest(4, (1023, 0)),
-    "deep tree": deep_tree(),
     "prefixes": AttentionMask.prefix(web(2), [size // 3 for size in np.diff(web(2)).tolist()]),
     "chunked": AttentionMask.chunked(8192),
-    "chunked documents": AttentionMask.chunked(4096, documents=web(3)),
-    "images": images(None),
-    "images, window": images((1024, None)),
+    "images": images(),
     "blocks": some_blocks(),
 }
 

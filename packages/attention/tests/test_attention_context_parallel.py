@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from armillary.attention import AttentionMask, Local, Ring, Ulysses, reference_attention, sdpa_parallel, sequence
+from armillary.attention import AttentionMask, Ring, Ulysses, reference_attention, sdpa_parallel, sequence
 from armillary.attention.context_parallel import ContextParallelStyle
 from armillary.core import distribute_sequence
 from armillary.core.testing import mesh, relative_error
@@ -240,8 +240,3 @@ def recomputed_outside() -> None:
 
 def test_recomputing_outside_of_the_sequence_block_raises(worlds):
     worlds(4).run(recomputed_outside)
-
-
-@pytest.mark.parametrize("style", [ContextParallelStyle(Local())])
-def test_a_style_describes_itself(style):
-    assert repr(style) == "ContextParallelStyle(Local, layout=None, mask=None)"

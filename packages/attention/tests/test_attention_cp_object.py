@@ -151,10 +151,8 @@ def sharded_step(setup: Setup) -> tuple[float, float]:
 
 
 SETUPS = [
-    Setup(wrapper, data)
-    for wrapper, data in (("fsdp2", 1), ("fsdp2", 2), ("ddp", 1), ("ddp", 2), ("hsdp", 2), ("none", 1), ("none", 2))
-]
-SETUPS += [
+    Setup("ddp", data=2),
+    Setup("none"),
     Setup("fsdp2", documents=True, recompute=True),
     Setup("fsdp2", data=2, documents=True, labels_from=31),  # most ranks have no label
     Setup("hsdp", data=2, documents=True, micro_batches=3, recompute=True, length=47),
@@ -163,29 +161,27 @@ SETUPS += [
 ]
 
 
-def compare_documents() -> None:
-    cp, ids = ContextParallel("ring", mesh(ring=RANKS)), torch.arange(12)[None]
+def each_sharded_step() -> list[tuple[float, float]]:
+    return [sharded_step(setup) for setup in SETUPS]
+
+
+def test_loss_and_gradients_equal_one_rank(worlds):
+    for rank in worlds(RANKS).run(each_sharded_step):
+        for setup, (loss_error, gradient_error) in zip(SETUPS, rank, strict=True):
+            assert loss_error < 1e-12 and gradient_error < 1e-10, setup
+
+
+def batches_and_tensors() -> float:
+    """Returns the loss of a batch without labels; compares documents of masks and batches, and gathered tensors."""
+    cp, ids, model = ContextParallel("ring", mesh(ring=RANKS)), torch.arange(12)[None], new_model()
     by_name = cp.shard(ids, documents=[0, 5, 12])
     by_mask = cp.shard(ids, mask=AttentionMask(causal=True, documents=[0, 5, 12]))
     assert by_mask.mask == by_name.mask
     assert torch.equal(by_mask.position_ids, by_name.position_ids) and torch.equal(by_mask.labels, by_name.labels)
-
-
-def test_mask_has_the_documents_of_the_batch(worlds):
-    worlds(RANKS).run(compare_documents)
-
-
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_loss_and_gradients_equal_one_rank(worlds, setup):
-    for loss_error, gradient_error in worlds(RANKS).run(sharded_step, setup):
-        assert loss_error < 1e-12
-        assert gradient_error < 1e-10
-
-
-def losses_without_labels() -> float:
-    axes = mesh(ring=RANKS)
-    cp, model = ContextParallel("ring", axes), new_model()
-    ids = torch.zeros((1, 20), dtype=torch.long)
+    x, of_heads = torch.arange(2 * 41 * 3.0).view(2, 41, 3), ContextParallel("usp", mesh(ring=2, ulysses=2))
+    batch = of_heads.shard(torch.zeros((2, 41), dtype=torch.long))
+    shard = batch.take(x)
+    assert torch.equal(batch.gather(shard), x) and shard.shape[:2] == batch.ids.shape
     batch = cp.shard(ids, torch.full_like(ids, -100))
     loss = cp.loss(model(batch.ids, batch.position_ids, batch.attend), batch)
     loss.backward()
@@ -194,8 +190,8 @@ def losses_without_labels() -> float:
     return float(loss.detach())
 
 
-def test_a_batch_without_labels_has_loss_0(worlds):
-    assert worlds(RANKS).run(losses_without_labels) == [0.0] * RANKS
+def test_documents_gathered_tensors_and_a_batch_without_labels(worlds):
+    assert worlds(RANKS).run(batches_and_tensors) == [0.0] * RANKS
 
 
 class SdpaModel(Model):
@@ -222,20 +218,6 @@ def test_batch_is_a_context_manager_for_sdpa(worlds):
     assert max(worlds(RANKS).run(sdpa_loss)) < 1e-12
 
 
-def recompute_with_the_next_batch() -> None:
-    cp, model, ids = ContextParallel("ring", mesh(ring=RANKS)), new_model(), torch.arange(20)[None]
-    model.recompute, batch = True, cp.shard(ids)
-    attends = [batch.attend]
-    loss = cp.loss(model(batch.ids, batch.position_ids, lambda q, k, v: attends[-1](q, k, v)), batch)
-    attends.append(cp.shard(ids.flip(1)).attend)
-    with pytest.raises(ValueError, match="no forward has used"):
-        loss.backward()
-
-
-def test_a_recompute_with_a_batch_without_forward_raises(worlds):
-    worlds(RANKS).run(recompute_with_the_next_batch)
-
-
 def losses_of_own_shares() -> list[float]:
     """Relative errors of losses that a script computes itself, as shares; checks when a scalar is refused."""
     cp, model, setup = ContextParallel("ring", mesh(ring=RANKS)), new_model(), Setup("none", documents=True)
@@ -258,22 +240,25 @@ def test_a_script_may_compute_this_ranks_share_itself(worlds):
     assert all(max(errors) < 1e-10 for errors in worlds(RANKS).run(losses_of_own_shares))
 
 
-def recompute_with_another_forward() -> str:
-    """Runs two forwards of a model that stores the last batch's attention and recomputes both with it."""
-    cp, model = ContextParallel("ring", mesh(ring=RANKS)), new_model()
-    model.recompute, losses, batches = True, [], {}
+def recomputed_with_other_batches() -> str:
+    """Recomputes with a batch that no forward has used, and two forwards with the batch of the last one."""
+    cp, model, ids = ContextParallel("ring", mesh(ring=RANKS)), new_model(), torch.arange(20)[None]
+    model.recompute, losses, attends = True, [], []
     for documents in ([0, 20], [0, 7, 20]):
-        batch = cp.shard(torch.arange(20)[None], documents=documents)
-        batches["attend"] = batch.attend
-        logits = model(batch.ids, batch.position_ids, lambda q, k, v: batches["attend"](q, k, v))
+        batch = cp.shard(ids, documents=documents)
+        attends.append(batch.attend)
+        logits = model(batch.ids, batch.position_ids, lambda q, k, v: attends[-1](q, k, v))
         losses.append(cp.loss(logits, batch))
     with pytest.raises(CheckpointError) as raised:
-        sum(losses).backward()
+        losses[0].backward()
+    attends.append(cp.shard(ids.flip(1)).attend)
+    with pytest.raises(ValueError, match="no forward has used"):
+        losses[1].backward()
     return str(raised.value)
 
 
 def test_a_recompute_with_the_batch_of_another_forward_raises(worlds):
-    assert all("metadata" in message for message in worlds(RANKS).run(recompute_with_another_forward))
+    assert all("metadata" in message for message in worlds(RANKS).run(recomputed_with_other_batches))
 
 
 def loss_traffic() -> dict[str, int]:
@@ -298,18 +283,6 @@ def loss_traffic() -> dict[str, int]:
 def test_loss_sends_one_number_per_phase_and_gradients_their_own_bytes(worlds):
     # An all-reduce over 2 ranks sends 2 x 1/2 of a tensor; over two axes twice.
     assert worlds(RANKS).run(loss_traffic) == [{"forward": 16, "backward": 16}] * RANKS
-
-
-def take_and_gather() -> bool:
-    axes = mesh(ring=2, ulysses=2)
-    cp, x = ContextParallel("usp", axes), torch.arange(2 * 41 * 3.0).view(2, 41, 3)
-    batch = cp.shard(torch.zeros((2, 41), dtype=torch.long))
-    shard = batch.take(x)
-    return torch.equal(batch.gather(shard), x) and shard.shape[:2] == batch.ids.shape
-
-
-def test_batch_shards_and_gathers_full_tensors(worlds):
-    assert all(worlds(RANKS).run(take_and_gather))
 
 
 # -- averages over other ranks -----------------------------------------------------------------------------------------

@@ -78,14 +78,6 @@ def test_every_cell_of_any_layouts_under_any_kind_of_mask():
                 assert [at for run in runs for at in run] == tokens.nonzero().flatten().tolist(), (seed, mask)
 
 
-def test_steps_that_differ_and_shards_that_fall():
-    striped, swapped = SequenceLayout.striped, SequenceLayout([[range(4, 8), range(4)]])
-    pairs = [(striped(16, 4), SequenceLayout.contiguous(16, 2)), (striped(24, 4), striped(24, 3)), (swapped, swapped)]
-    for (queries, keys), causal in product(pairs, (True, False)):
-        for i, j in product(range(queries.shards), range(keys.shards)):
-            check_cover(queries, i, keys, j, AttentionMask(causal=causal))
-
-
 # -- as few as possible -----------------------------------------------------------------------------------------------
 
 
