@@ -240,9 +240,6 @@ def _per_label(name: str, per_sequence: Tensor, sequences: Tensor) -> Tensor:
 def _columns(sequences: Tensor, trained: Tensor, **values: Tensor) -> Tensor:
     """Returns the per-token values to sum as columns [..., 2 + len(values)]: ones, `trained`, and detached `values`.
 
-    Args:
-        trained: log-probabilities, or losses computed from them: the only column with a gradient.
-
     Raises:
         ValueError: values of another shape than `sequences`.
     """
@@ -254,11 +251,7 @@ def _columns(sequences: Tensor, trained: Tensor, **values: Tensor) -> Tensor:
 
 
 def _normalize(sums: Tensor, lengths: Tensor, normalize: Normalization) -> Tensor:
-    """Returns the loss, given each sequence's sum [S] of per-token losses and its number of tokens [S].
-
-    Raises:
-        ValueError: `normalize` is neither "sequence", "token" nor a number above 0.
-    """
+    """Returns the loss from each sequence's sum [S] of per-token losses and its number of tokens [S]."""
     if normalize == "sequence":
         return (sums / lengths.clamp(min=1)).mean()
     if normalize == "token":
@@ -325,8 +318,6 @@ def segment_sum(
 
 
 class _SegmentSum(torch.autograd.Function):
-    """The sum over ranks, whose gradient is the upstream gradient times a factor."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, axes: list[Axis], factor: int) -> Tensor:
         ctx.factor = factor
@@ -420,10 +411,7 @@ def completion_labels(
 
 
 def _sequence_numbers(tree: Segments, trained: Sequence[bool], first: int) -> list[list[int]]:
-    """Returns the numbers, from `first` on, of the sequences that contain each segment.
-
-    Paths without a trained segment have no number.
-    """
+    """Returns the numbers, from `first` on, of the sequences that contain each segment."""
     numbers: list[list[int]] = [[] for _ in tree.parents]
     leaves = sorted({*range(len(tree.parents))} - {*tree.parents})
     for leaf in leaves:
@@ -431,6 +419,7 @@ def _sequence_numbers(tree: Segments, trained: Sequence[bool], first: int) -> li
         while segment != MISSING:
             path.append(segment)
             segment = tree.parents[segment]
+        # Paths without a trained segment have no number.
         if any(trained[segment] for segment in path):
             for segment in path:
                 numbers[segment].append(first)

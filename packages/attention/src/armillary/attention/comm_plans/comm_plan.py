@@ -27,12 +27,7 @@ Role = Literal["ring", "ulysses", "nodes", "devices"]
 
 
 class Payload(NamedTuple):
-    """Tensors that are sent together.
-
-    Args:
-        tensors: names, such as ("k", "v").
-        size: bytes of one token in all of these tensors together; on the head axis, of one token and head.
-    """
+    """Tensors that are sent together, such as ("k", "v"); `size`: bytes of one token, or of one token and head."""
 
     tensors: tuple[str, ...]
     size: int
@@ -128,7 +123,6 @@ class CommPlan:
 
     @cached_property
     def _bytes_sent(self) -> Counter[tuple[int, str, str, str]]:
-        """Bytes by (rank, kind, phase, axis)."""
         sent_bytes = Counter[tuple[int, str, str, str]]()
         for phase, phase_steps in (("forward", self.forward), ("backward", self.backward)):
             moves = Counter(move for step in phase_steps for move in (*step.moves, *step.later_moves))
@@ -241,10 +235,8 @@ class AttentionShape:
         return self.batch * self.kv_heads * self.value_dim
 
     def payload(self, *tensors: str) -> Payload:
-        """Returns the payload of tensors such as "k" and "v" on the sequence axis.
-
-        lse, dq, dk and dv are sent in the accumulation dtype, the others in the inputs' dtype.
-        """
+        """Returns the payload of tensors such as "k" and "v" on the sequence axis."""
+        # lse and gradients are sent in the accumulation dtype, the others in the inputs' dtype.
         input_elements = {"q": self.q, "out": self.out, "dout": self.out, "k": self.k, "v": self.v}
         accumulated_elements = {"lse": self.lse, "dq": self.q, "dk": self.k, "dv": self.v}
         token_bytes = {name: count * self.e for name, count in input_elements.items()}
@@ -279,11 +271,7 @@ def move(kind: Kind, axis: Role, tensors: tuple[str, ...], sends: Iterable[Send]
 
 
 def all_gather(groups: Groups, tokens: Sequence[int], payload: Payload) -> Move:
-    """Returns an all-gather in each group. Each rank's tokens are padded to the largest count in its group.
-
-    Args:
-        tokens: number of tokens of each rank.
-    """
+    """Returns an all-gather in each group. Each rank's tokens are padded to the largest count in its group."""
 
     # An all-gather is a ring of C ranks: in each of C - 1 steps, each rank passes one rank's tokens to its neighbour.
     def sends() -> Iterator[Send]:
@@ -323,7 +311,6 @@ def _nonempty(moves: Iterable[Move]) -> tuple[Move, ...]:
 
 
 def overlap(moves: Iterable[Move], next_steps: Steps) -> Steps:
-    """Returns the steps with `moves` in flight during the first one."""
     moves = _nonempty(moves)
     if not moves:  # without moves, an empty plan must stay empty
         return next_steps
@@ -332,11 +319,10 @@ def overlap(moves: Iterable[Move], next_steps: Steps) -> Steps:
 
 
 def side_by_side(groups: Sequence[tuple[Steps, Sequence[int]]], total: int) -> Steps:
-    """Merges the steps of disjoint groups of ranks that run at the same time: all first steps, all second steps, ...
+    """Merges the steps of disjoint groups of ranks that run at the same time.
 
     Args:
-        groups: (steps, ranks) of each group. Its rank r is rank `ranks[r]` of the result.
-        total: number of ranks of the result. A rank that computes nothing in a step has 0 pairs and the block None.
+        groups: (steps, ranks) of each group. Its rank r is rank `ranks[r]` of the result, of `total` ranks.
     """
     ranks_of = [ranks for _, ranks in groups]
 
@@ -353,6 +339,7 @@ def side_by_side(groups: Sequence[tuple[Steps, Sequence[int]]], total: int) -> S
         return tuple(Move(*label[:3], tuple(joined_sends)) for label, joined_sends in sends.items())
 
     def join(same_time: Sequence[Step]) -> Step:
+        # A rank that computes nothing has 0 pairs and the block None.
         pairs: list[int] = [0] * total if any(step.pairs for step in same_time) else []
         blocks: list[Block | None] = [None] * total if any(step.blocks for step in same_time) else []
         for ranks, step in zip(ranks_of, same_time, strict=True):

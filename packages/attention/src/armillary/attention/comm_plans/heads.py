@@ -131,11 +131,8 @@ class UPipePlan(HeadPlan):
         )
 
     def _in_order(self, stages: Sequence[StageSteps]) -> Iterator[Step]:
-        """Yields the steps of all stages.
-
-        With `prefetch` the tensors of a stage are in flight at once, during the stage before; otherwise they are sent
-        one after another before the stage. Results return one after another.
-        """
+        # With `prefetch` the tensors of a stage are in flight at once, during the stage before; otherwise they are sent
+        # one after another before the stage. Results return one after another.
         for i, (sent, inner_steps, returned) in enumerate(stages):
             next_sent = list[Move]()
             if self.prefetch:
@@ -164,11 +161,7 @@ class UPipePlan(HeadPlan):
 
 
 def head_stages(heads: int, key_heads: int, ranks: int, heads_per_stage: int | None = None) -> HeadStages:
-    """Returns the stages of the first rank of a head axis of `ranks` ranks.
-
-    Args:
-        heads_per_stage: query heads of a stage, on all ranks together; None: all heads in one stage.
-    """
+    """Returns the stages of the first rank of a head axis; `heads_per_stage=None`: all heads in one stage."""
     schedule = [stage.by_rank[0] for stage in stages_of(key_heads_of(heads, key_heads), ranks, heads_per_stage)]
     stages_per_round = next(i for i, stage in enumerate(schedule) if stage.ends_round) + 1
     queries, keys = len(schedule[0].queries), len(schedule[0].keys)
@@ -178,10 +171,6 @@ def head_stages(heads: int, key_heads: int, ranks: int, heads_per_stage: int | N
 
 class HeadMoves:
     """All-to-alls of a call on P x U ranks, in P groups of U.
-
-    Args:
-        work: the call, with layouts over the P ranks of the sequence axis.
-        ranks: U.
 
     Raises:
         ValueError: fewer query heads than U.
@@ -199,7 +188,6 @@ class HeadMoves:
         Args:
             sizes: for each of the P x U ranks, the tokens of its sequence shard.
             heads: for each rank of the head axis, its heads.
-            tensor: name of the tensor.
             size: bytes of one token and head.
         """
         return head_exchange(tuple(sizes), tuple(map(len, heads)), tensor, size, to_tokens=False)
@@ -227,12 +215,7 @@ class HeadMoves:
 
 @lru_cache(maxsize=1024)  # the stages of UPipe have equal ones, and so have all methods around which a search puts it
 def head_exchange(sizes: tuple[int, ...], heads: tuple[int, ...], tensor: str, size: int, to_tokens: bool) -> Move:
-    """Returns the all-to-all of a tensor in each group of U ranks. Arguments as in `HeadMoves.to_heads`.
-
-    Args:
-        heads: for each rank of the head axis, its number of heads.
-        to_tokens: True for the way back, on which a rank sends its heads of the tokens of another rank.
-    """
+    """Returns the all-to-all of a tensor in each group of U ranks, from numbers of heads; `to_tokens`: the way back."""
     ranks = len(heads)
     groups = [range(first, first + ranks) for first in range(0, len(sizes), ranks)]
 
@@ -243,9 +226,4 @@ def head_exchange(sizes: tuple[int, ...], heads: tuple[int, ...], tensor: str, s
 
 
 def of_heads(inner_steps: Steps, heads: Sequence[Sequence[int]]) -> Steps:
-    """Returns the inner method's steps with `Step.heads` set.
-
-    Args:
-        heads: for each rank of the head axis, the query heads that it computes.
-    """
     return tuple(step._replace(heads=tuple(heads)) if step.pairs else step for step in inner_steps)

@@ -47,7 +47,6 @@ class MethodPlan:
     method: str = field(default="?", kw_only=True, compare=False)
 
     def missing(self, function: str) -> ValueError:
-        """Returns the error for a function that the method's plan does not override."""
         return ValueError(
             f"attention method {self.method!r} has no {function}: its plan in the registry must define it"
         )
@@ -59,24 +58,22 @@ class SequencePlan(MethodPlan):
     def layout(
         self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None
     ) -> SequenceLayout:
-        """Returns the layout of the method over `ranks` ranks, as `Method.layout`."""
         return layout_of(kind, length, ranks, mask, self.balanced_by)
 
     @property
     def balanced_by(self) -> Side | None:
-        """The side whose work a balanced layout makes even, as in `Method.balanced_by`."""
+        """As in `Method.balanced_by`."""
         return "queries"
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
-        """Returns the communication plan over the shards of `work`."""
         raise self.missing("comm_plan")
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
-        """Returns the peak memory of forward on `ranks` ranks, in bytes."""
+        """Returns the peak memory of forward, in bytes."""
         raise self.missing("forward_memory")
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
-        """Returns the peak memory of backward on `ranks` ranks, in bytes."""
+        """Returns the peak memory of backward, in bytes."""
         raise self.missing("backward_memory")
 
     def published_bytes(self, work: AttentionShape) -> tuple[int, int] | None:
@@ -113,7 +110,6 @@ class HeadPlan(MethodPlan):
 
         Args:
             x, inner: as in `forward_memory`.
-            stages: the stages of heads.
             alone: True if the sequence axis has one rank: then the inner method returns dk and dv in the inputs' dtype.
         """
         raise self.missing("backward_memory")
@@ -141,7 +137,6 @@ class Sizes:
     groups: float
 
     def times(self, n: float) -> Sizes:
-        """Returns the sizes for n times as many tokens."""
         return replace(self, q=n * self.q, k=n * self.k, lse=n * self.lse)
 
     @property
@@ -151,14 +146,11 @@ class Sizes:
 
 
 class HeadStages(NamedTuple):
-    """Stages of UPipe, as the first rank of the head axis runs them.
+    """Stages of UPipe, as the first rank of a head axis of U ranks runs them.
 
     Args:
-        ranks: U.
         queries, keys: number of query heads and of key/value heads in a stage.
-        stages_per_round: number of stages in a round. The stages of a round share key/value heads.
-        has_several_stages: True if the call has more than one stage.
-        has_several_rounds: True if the call has more than one round.
+        stages_per_round: number of stages that share key/value heads.
     """
 
     ranks: int
@@ -175,11 +167,9 @@ def kernel_forward(x: Sizes, queries: float = 1) -> float:
 
 
 def kernel_backward(x: Sizes, queries: float = 1, keys: float = 1) -> float:
-    """Bytes of dq, dk and dv for fractions of queries and keys, and of FlashAttention-2's workspace.
-
-    The workspace is dq in float32, two numbers for each row, and, if query heads share key/value heads, dk and dv for
-    every query head, which the kernel sums afterwards.
-    """
+    """Bytes of dq, dk and dv for fractions of queries and keys, and of FlashAttention-2's workspace."""
+    # The workspace is dq in float32, two numbers for each row, and, if query heads share key/value heads, dk and dv for
+    # every query head, which the kernel sums afterwards.
     dq_bytes, query_workspace = x.q, x.w * x.q + 2 * x.lse
     dkv_bytes, key_workspace = 2 * x.k, 2 * x.groups * x.k if x.groups > 1 else 0
     return queries * (dq_bytes + query_workspace) + keys * (dkv_bytes + key_workspace)
@@ -209,11 +199,7 @@ def rotate_keys_forward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
 
 
 def rotate_keys_backward(x: Sizes, ranks: int, onward: float = 0.5) -> float:
-    """Peak of a ring of R ranks in which keys rotate, followed by the sums of dk and dv in float32. dq stays.
-
-    Args:
-        onward: as in `rotate_keys_forward`.
-    """
+    """Peak of a ring of R ranks in which keys rotate, followed by the sums of dk and dv in float32. dq stays."""
     dkv_sums, dq_sum = 2 * x.w * x.k, x.w * x.q
     if ranks == 1:  # the kernel, or its dq, dk and dv while they become float32
         return max(kernel_backward(x), x.q + dq_sum + 2 * x.k + dkv_sums)

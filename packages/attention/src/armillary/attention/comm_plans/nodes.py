@@ -69,15 +69,10 @@ class NodeRingPlan(SequencePlan):
 
     @property
     def inner(self) -> SequencePlan:
-        """The plan of the method within a node."""
         raise self.missing("inner")
 
     def devices(self, ranks: int) -> int:
-        """Returns the number of devices of a node.
-
-        Raises:
-            ValueError: the nodes do not divide the ranks.
-        """
+        """Returns the devices of a node. Raises ValueError if the nodes do not divide the ranks."""
         if self.nodes < 1 or ranks % self.nodes:
             raise ValueError(f"nodes={self.nodes} must divide the {ranks} ranks of the sequence axis")
         return ranks // self.nodes
@@ -138,45 +133,31 @@ class NodeRingPlan(SequencePlan):
         return outer + self.other_node_backward(x, devices)
 
     def other_node_forward(self, x: Sizes, devices: int) -> float:
-        """Returns the peak of the inner method's forward with keys of another node: none of its blocks is causal."""
+        """Returns the peak of the inner method's forward with keys of another node."""
+        # None of the blocks with keys of another node is causal.
         return self.inner.forward_memory(x, devices) + self.wide_query_sums(x, devices)
 
     def other_node_backward(self, x: Sizes, devices: int) -> float:
-        """Returns the peak of the inner method's backward with another node's keys or queries."""
         return self.inner.backward_memory(x, devices)
 
     def wide_query_sums(self, x: Sizes, devices: int) -> float:
-        """Returns the extra bytes at the inner method's peak because its sum of out or dq has the accumulation dtype.
-
-        The inner formula assumes that the first block covers all queries, so that its result, in the inputs' dtype,
-        serves as the sum. With keys of another node no block does. From three devices on, the inner formula's peak is
-        at a later block, whose sum already has the accumulation dtype: 0 extra bytes.
-        """
+        """Returns the extra bytes at the inner method's peak for its sum of out or dq in the accumulation dtype."""
+        # The inner formula assumes that the first block covers all queries, so that its result, in the inputs' dtype,
+        # serves as the sum. With keys of another node no block does. From three devices on, the inner peak is at a
+        # later block, whose sum already has the accumulation dtype.
         return (x.w - 1) * x.q if devices == 2 else 0
 
 
 @dataclass(frozen=True)
 class NodeSteps:
-    """Steps of a ring between nodes, on all ranks. During each of them every node runs all steps of the inner method.
-
-    Args:
-        work: the call, over the shards of all ranks.
-        rings: the ring of each device between the nodes.
-        inner_plan: returns the inner method's plan for the queries and keys that meet in a node.
-    """
+    """Steps of a ring between nodes, on all ranks. During each one every node runs all steps of the inner method."""
 
     work: AttentionShape
     rings: NodeRings
     inner_plan: Callable[[AttentionShape], CommPlan]
 
     def steps(self, rotating: Payload, sums: Payload | None, inner_steps: Callable[[CommPlan], Steps]) -> Steps:
-        """Returns the steps of forward or backward.
-
-        Args:
-            rotating: tensors that travel between nodes.
-            sums: gradient sums, which are sent one step after their tokens; None in forward.
-            inner_steps: takes forward or backward of the inner plan.
-        """
+        """Returns the steps of forward or backward: `rotating` tensors and `sums` of gradients travel between nodes."""
         result, pending_moves = list[Step](), list[Move]()
         for step in range(self.rings.nodes):
             shard_move = self._move(rotation_sends, step, rotating)
@@ -187,7 +168,6 @@ class NodeSteps:
         return steps(*result, Step(tuple(pending_moves)))
 
     def _move(self, token_sends: TokenSends, step: int, payload: Payload) -> Move:
-        """Returns the sends between nodes that start at a step, in the rings of all devices."""
         devices = self.rings.devices
         sends = (
             Send(source * devices + device, target * devices + device, count * payload.size)
@@ -197,7 +177,7 @@ class NodeSteps:
         return move("p2p", "nodes", payload.tensors, sends)
 
     def _attend(self, step: int, inner_steps: Callable[[CommPlan], Steps]) -> Steps:
-        """Returns the inner method's steps during a step between nodes. All nodes run theirs at the same time."""
+        # All nodes run the steps of their inner methods at the same time.
         devices, by_node = self.rings.devices, list[tuple[Steps, range]]()
         for node, node_step in enumerate(self._node_steps[step]):
             if node_step is not None:  # None: no pair of the node's queries and visiting keys is visible
@@ -209,7 +189,6 @@ class NodeSteps:
 
     @property
     def _node_steps(self) -> list[list[NodeStep | None]]:
-        """The queries and keys in each node, at each step. Plans of calls with other heads share them."""
         rings, nodes = self.rings, range(self.rings.nodes)
         # Without documents, windows and patterns only the order of positions counts. Most nodes then have equal plans.
         mask = self.work.mask
@@ -219,6 +198,7 @@ class NodeSteps:
             result = rings.step(node, step)
             return without_gaps(result) if result and only_order_counts else result
 
+        # Plans of calls with other heads share them.
         return self.work.grid.cached(
             ("nodes", rings.devices, rings.rotating_side),
             lambda: [[node_step(node, step) for node in nodes] for step in nodes],
@@ -242,7 +222,7 @@ def within_node(node_step: NodeStep, inner: Steps) -> Steps:
 
 
 def without_gaps(node_step: NodeStep) -> NodeStep:
-    """Returns the queries and keys of a node without the gaps between their positions, in the same order."""
+    """Returns the queries and keys of a node without the gaps between their positions."""
     layouts = node_step.layout, node_step.key_layout
     spans = [span for layout in layouts for shard in layout.spans_by_shard for span in shard]
     end, shift, shifts = 0, 0, dict[int, int]()  # end of the spans so far; shift of a span, by its start
@@ -260,10 +240,7 @@ def without_gaps(node_step: NodeStep) -> NodeStep:
 
 
 def spread(moves: Iterable[Move], inner: Steps) -> Steps:
-    """Returns the inner steps with moves between nodes in flight during all of them.
-
-    Each of the inner steps has an equal share of the bytes of `moves`.
-    """
+    """Returns the inner steps with moves between nodes in flight during all of them."""
     outer_moves = [outer_move for outer_move in moves if outer_move.sends]
     if not inner:
         return (Step(tuple(outer_moves)),) if outer_moves else ()
@@ -275,6 +252,7 @@ def spread(moves: Iterable[Move], inner: Steps) -> Steps:
 
         return outer_move._replace(sends=tuple(send._replace(bytes=size(send)) for send in outer_move.sends))
 
+    # Each of the inner steps has an equal share of the bytes.
     return tuple(
         step._replace(moves=(*(share(outer_move, i) for outer_move in outer_moves), *step.moves))
         for i, step in enumerate(inner)

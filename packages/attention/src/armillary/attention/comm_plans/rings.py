@@ -50,7 +50,6 @@ class LocalPlan(SequencePlan):
     """Plan of `Local`: one block, no communication."""
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
-        """Returns a plan of one step. Raises ValueError for several shards."""
         if work.layout.shards > 1:
             raise ValueError(f"the layout has {work.layout.shards} shards; local attention needs 1")
         pairs = work.grid.pairs(0, 0, work.batch) * len(work.key_heads)
@@ -186,7 +185,6 @@ class WallFacerPlan(SequencePlan):
         check_backward(self.backward)
 
     def teams(self, ranks: int) -> Teams:
-        """Returns the teams. Raises ValueError if `team`^2 does not divide the ranks, or for an unknown placement."""
         return Teams(ranks, self.team, self.placement)
 
     @property
@@ -279,10 +277,8 @@ class WallFacerPlan(SequencePlan):
         return max(gather_bytes + ring, scatter_bytes)
 
     def published_bytes(self, work: AttentionShape) -> tuple[int, int]:
-        """Returns (p2p, collective) bytes as arXiv 2407.00611 counts them.
-
-        The team's k and v are sent in P / C^2 steps; q, k and v are gathered and out is scattered within the team.
-        """
+        """Returns (p2p, collective) bytes as arXiv 2407.00611 counts them."""
+        # The team's k and v are sent in P / C^2 steps; q, k and v are gathered and out is scattered within the team.
         ranks, team = work.layout.shards, self.team
         queries, keys = (work.layout.length // ranks * n * work.e for n in (work.q + work.out, work.k + work.v))
         return ranks // team * keys, (team - 1) * (queries + keys)
@@ -292,18 +288,13 @@ class WallFacerPlan(SequencePlan):
 
 
 def ring_forward_steps(work: AttentionShape, rings: Sequence[RingTopology]) -> Steps:
-    """Returns the steps of `Ring.forward` on all ranks of some rings."""
     return rotation_steps(work, rings, work.payload("k", "v"))
 
 
 def ring_backward_steps(
     work: AttentionShape, backward: Backward, rings: Callable[[RotatingSide], Sequence[RingTopology]]
 ) -> Steps:
-    """Returns the steps of `Ring.backward` on all ranks.
-
-    Args:
-        rings: returns the rings for the side that rotates.
-    """
+    """Returns the steps of `Ring.backward` on all ranks; `rings` returns the rings for the side that rotates."""
     side = backward_side(work, backward)
     if side == "queries":
         return pass_queries_backward_steps(work, rings(side), ring_reduce_sends)
@@ -311,7 +302,6 @@ def ring_backward_steps(
 
 
 def backward_side(work: AttentionShape, backward: Backward) -> RotatingSide:
-    """Returns the side that rotates in backward."""
     queries = (work.layout.length, len(work.key_heads), work.head_dim)
     keys = (work.key_layout.length, work.kv_heads, work.value_dim)
     return cheaper_side(backward, queries, keys, work.dtype, work.grid)
@@ -320,7 +310,6 @@ def backward_side(work: AttentionShape, backward: Backward) -> RotatingSide:
 def pass_queries_backward_steps(
     work: AttentionShape, rings: Sequence[RingTopology], returned_tokens: TokenSends
 ) -> Steps:
-    """Returns the steps of `pass_queries_backward` on all ranks of some rings."""
     rotating_payload = work.payload("q", "out", "dout", "lse")
     return rotation_steps(work, rings, rotating_payload, work.payload("dq"), returned_tokens)
 
@@ -332,13 +321,9 @@ def rotation_steps(
     returned: Payload | None = None,
     return_sends: TokenSends | None = None,
 ) -> Steps:
-    """Returns the R steps of rings. At each step every rank computes a block with its rotating shard, and sends the
-    shard on, except at the last step.
+    """Returns the R steps of rings of R ranks each, which together are all ranks of the axis.
 
     Args:
-        work: the call; the rings' shards are those of its layouts.
-        rings: rings of R ranks each, which together are all ranks of the axis. Each turns in its cheaper direction.
-        rotating: tensors of the rotating shard.
         returned: results that return to the shard's owner after the block is computed; None if there are none.
         return_sends: the way they return, `ring_reduce_sends` or `direct_reduce_sends`; needed with `returned`.
     """
@@ -352,6 +337,7 @@ def rotation_steps(
         sends = (Send(source, target, tokens * size) for source, target, tokens in counts)
         return move("p2p", "ring", payload.tensors, sends)
 
+    # At each step every rank computes a block with its rotating shard, and sends the shard on, except at the last.
     def step_of(step: int) -> Step:
         ranks = sum(len(ring.ranks) for ring in rings)
         pairs, blocks = [0] * ranks, [(0, 0)] * ranks
@@ -368,29 +354,29 @@ def rotation_steps(
 
 
 def rotation_sends(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
-    """Yields the sends of `Rotation.rotate`, in tokens: each rank sends the tokens that later ranks need."""
+    """Yields the sends of `Rotation.rotate`, in tokens."""
     reach = ring.reach(grid)
     for index, rank in enumerate(ring.ranks):
+        # Each rank sends the tokens that later ranks need.
         yield Send(rank, ring.ahead(index, 1), reach[ring.origin(index, step)].counts[step + 1])
 
 
 def ring_reduce_sends(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
-    """Yields the sends of `RingReduce`, in tokens.
-
-    Each rank sends partial sums of tokens that later ranks need to the next rank, and finished sums to the owner.
-    """
+    """Yields the sends of `RingReduce`, in tokens."""
     reach = ring.reach(grid)
     for index, rank in enumerate(ring.ranks):
         origin = ring.origin(index, step)
         current_count, next_count = reach[origin].counts[step : step + 2]
+        # Partial sums of tokens that later ranks need go to the next rank, finished sums to the owner.
         yield Send(rank, ring.ahead(index, 1), next_count)
         yield Send(rank, ring.ranks[origin], current_count - next_count)
 
 
 def direct_reduce_sends(ring: RingTopology, grid: Grid, step: int) -> Iterator[Send]:
-    """Yields the sends of `DirectReduce`, in tokens: each rank sends its results for visible tokens to the owner."""
+    """Yields the sends of `DirectReduce`, in tokens."""
     for index, rank in enumerate(ring.ranks):
         origin = ring.origin(index, step)
+        # Each rank sends its results for visible tokens to the owner.
         yield Send(rank, ring.ranks[origin], ring.visible_tokens(grid, index, origin).count)
 
 
@@ -398,17 +384,13 @@ def direct_reduce_sends(ring: RingTopology, grid: Grid, step: int) -> Iterator[S
 
 
 def ring_backward_memory(x: Sizes, ranks: int, backward: Backward, onward: float = 0.5) -> float:
-    """Peak of `Ring.backward` in a layout that is as even by keys as by queries, as zigzag is under a causal mask.
-
-    Args:
-        onward: as in `rotate_keys_backward`; not used if queries rotate.
-    """
+    """Peak of `Ring.backward` in a layout that is as even by keys as by queries, as zigzag is under a causal mask."""
     if rotates_queries(x, backward):
         return rotate_queries_backward(x, ranks, direct=False)
     return rotate_keys_backward(x, ranks, onward)
 
 
 def rotates_queries(x: Sizes, backward: Backward) -> bool:
-    """Returns True if queries rotate in backward: `cheaper_side` for the sizes of a rank, in an even layout."""
+    # `cheaper_side` for the sizes of a rank, in an even layout.
     query_bytes, key_bytes = x.rotating + x.w * x.q, 2 * x.k * (1 + x.w)
     return backward == "queries" or (backward == "auto" and query_bytes < key_bytes)

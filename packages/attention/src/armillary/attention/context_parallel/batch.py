@@ -45,7 +45,6 @@ class Rows(NamedTuple):
 
     @property
     def label_count(self) -> int:
-        """Number of tokens with a label, over all rows."""
         return 0 if self.labels is None else int((self.labels != IGNORED).sum())
 
 
@@ -61,12 +60,10 @@ def complete_rows(
     shifts_labels: bool = True,
     packed: bool = True,
 ) -> Rows:
-    """Returns rows with documents, position ids and shifted labels. Arguments are those of `ContextParallel.shard`.
+    """Returns rows with documents, position ids and shifted labels. Arguments as in `ContextParallel.shard`.
 
     Args:
-        padding_idx: position ids count from padding_idx + 1 (RoBERTa); None: they count from 0.
-        shifts_labels: False for a model that does not predict the next token: `labels` are refused, and rows without
-            `shift_labels` have no labels.
+        shifts_labels: False for a model that does not predict the next token: `labels` are refused.
         packed: False if position ids do not say where documents begin: in a tree, they jump within a row.
     """
     _check_shapes(ids, labels, position_ids, shift_labels, attention_mask)
@@ -185,7 +182,7 @@ def documents_of_positions(position_ids: Tensor, attention_mask: Tensor | None) 
 
 
 def _shift(labels: Tensor, boundaries: Sequence[Sequence[int]]) -> Tensor:
-    """Returns labels [B, N] moved one token to the left, so that each token has the label of the next one."""
+    """Returns labels [B, N] moved one token to the left."""
     shifted = labels.roll(-1, 1)
     # The last token of a document has no label: the next token belongs to another document.
     for row_labels, ends in zip(shifted, boundaries, strict=True):
@@ -196,16 +193,11 @@ def _shift(labels: Tensor, boundaries: Sequence[Sequence[int]]) -> Tensor:
 def _documents_with_padding(
     mask: AttentionMask, attention_mask: Tensor, needs_positions: bool
 ) -> tuple[tuple[int, ...], ...]:
-    """Cuts the documents of each row where padding begins or ends, so that each run of padding is a document.
+    """Returns the boundaries of each row's documents, cut so that each run of padding is a document.
 
     Args:
-        mask: mask with the documents before they are cut.
-        attention_mask: [B, N].
         needs_positions: True if position ids are not given and will be counted in each document. Models disagree on
             whether the position of a document's first token counts the padding before it, so this is an error then.
-
-    Returns:
-        The boundaries of each row.
 
     Raises:
         ValueError: padding between visible tokens of one document, or before them if position ids are needed.
@@ -417,8 +409,7 @@ class ContextParallelBatch:
 class _BatchMark(torch.autograd.Function):
     """The identity; it saves a tensor of shape [0, batch number].
 
-    Non-reentrant checkpointing compares the shapes of the tensors that forward and recomputation save. So it raises if
-    backward recomputes a call with another batch, whose documents may differ.
+    Non-reentrant checkpointing compares shapes of saved tensors: it raises if backward recomputes with another batch.
     """
 
     @staticmethod

@@ -35,7 +35,6 @@ class TensorCache:
         """Tensor -> ((version, key), value)."""
 
     def get(self, x: Tensor, key: object, compute: Callable[[], Value]) -> Value:
-        """Returns the value of `x` for the latest key; computes it if the tensor or the key has changed."""
         if x.is_inference():  # without a version counter, a change in place cannot be noticed
             return compute()
         entry = self.entries.get(x)
@@ -53,7 +52,7 @@ def find_axes(method: Method) -> list[Axis] | None:
 
 
 def method_axes(method: Method) -> list[Axis]:
-    """Returns the axes of a method as `find_axes`; raises ValueError if they are unknown."""
+    """As `find_axes`; raises ValueError if the axes are unknown."""
     axes = find_axes(method)
     if axes is None:
         raise ValueError(
@@ -153,7 +152,7 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
 
 
 def _device(axis: Axis) -> torch.device:
-    """Returns the device of tensors that the group of an axis accepts: the host for gloo, the GPU for NCCL."""
+    """Device of tensors that the group of an axis accepts: the host for gloo, the GPU for NCCL."""
     # On CPU meshes `get_backend` is not called: it fails for the groups with several backends that `init_device_mesh`
     # creates.
     if axis.device == "cpu" or dist.get_backend(axis.group) == "gloo":
@@ -225,7 +224,6 @@ class AveragingCheck:
 
     @cached_property
     def _other_ranks(self) -> frozenset[int]:
-        """Ranks of the mesh that are not on this rank's axes."""
         if self.mesh is None or len(self.ranks) < prod(axis.size for axis in self.axes):
             return frozenset()
         return mesh_ranks(self.mesh) - self.ranks
@@ -264,7 +262,6 @@ class AveragingCheck:
                 )
 
     def _check_ranks(self, name: str, wrapper: str, ranks: frozenset[int]) -> None:
-        """Raises ValueError if a wrapper averages the gradient of a parameter over wrong ranks."""
         missing, extra = self.ranks - ranks, self._other_ranks & ranks
         if not missing and not extra:
             return
@@ -286,18 +283,16 @@ class AveragingCheck:
 
 
 def _unnamed(parameter: Tensor) -> str:
-    """Returns words for a parameter whose name is unknown, because its model is."""
     return f"a parameter of shape {tuple(parameter.shape)}"
 
 
 def record_ddp(modules: set[DistributedDataParallel]) -> None:
-    """Adds the DDP module whose forward is running to `modules`."""
     if (module := compat.active_ddp()) is not None:
         modules.add(module)
 
 
 def parameters_of(loss: Tensor) -> Iterator[nn.Parameter]:
-    """Yields the parameters to which backward of `loss` accumulates gradients, one that is used last first."""
+    """Yields the parameters to which backward of `loss` accumulates gradients, those used last first."""
     stack, visited = [loss.grad_fn], set[Node]()
     while stack:
         node = stack.pop()

@@ -42,9 +42,6 @@ class MaskReader:
 
         For a new tensor, ranks exchange a hash of the mask or that it is invalid, if the method's axes are known.
 
-        Args:
-            batch: number of rows of the batch.
-
         Raises:
             ValueError: as `mask_of_tensor`, or ranks hold different masks. If the axes are known, every rank raises.
         """
@@ -73,8 +70,6 @@ def mask_of_tensor(attn_mask: Tensor, batch: int, length: int) -> AttentionMask:
 
     Args:
         attn_mask: mask of the whole sequence, not of this rank's tokens; 2 to 4 dims that broadcast to [B, H, N, N].
-        batch: B.
-        length: N.
 
     Raises:
         ValueError: a DTensor; a mask of a shard, one that differs between heads, another number of rows, an integer
@@ -124,11 +119,10 @@ def _visibility(attn_mask: Tensor, batch: int, length: int) -> npt.NDArray[np.bo
 
 
 class _Runs(NamedTuple):
-    """Runs of visible keys of all queries, in order of queries.
+    """Runs of visible keys of all queries: run r is keys starts[r] .. ends[r] - 1.
 
     Args:
         first: index r of each query's first run, and at last the number of runs, [N + 1].
-        starts, ends: run r is keys starts[r] .. ends[r] - 1.
     """
 
     first: Integers
@@ -137,7 +131,6 @@ class _Runs(NamedTuple):
 
 
 def _mask_of_row(visible: npt.NDArray[np.bool_]) -> AttentionMask:
-    """Returns the mask of one row of the batch from its visible pairs, bool [N, N]."""
     # A run begins where hidden changes to visible, and ends where visible changes to hidden. A hidden column is added
     # on each side, so that runs at the first and last key have both changes.
     padded = np.zeros((len(visible), visible.shape[1] + 2), dtype=np.int8)
@@ -151,7 +144,7 @@ def _mask_of_row(visible: npt.NDArray[np.bool_]) -> AttentionMask:
 
 
 def _banded_mask(runs: _Runs, length: int) -> AttentionMask | None:
-    """Returns a mask of causality, a window and documents, if these describe the runs exactly; else None."""
+    """Returns a mask of causality, a window and documents, if these describe the runs exactly."""
     if (np.diff(runs.first) != 1).any():  # causal, window and documents give each query one run of keys
         return None
     queries, starts, ends = np.arange(length), runs.starts, runs.ends
@@ -180,14 +173,12 @@ def _banded_mask(runs: _Runs, length: int) -> AttentionMask | None:
 
 
 def _slices(runs: _Runs, length: int) -> list[Slice]:
-    """Cuts the queries into groups of consecutive ones, and returns a slice for each run of each group.
-
-    All queries of a group have the same number of runs. Each end of a run stays, or moves by one key per query.
-    """
+    """Cuts the queries into groups of consecutive ones, and returns a slice for each run of each group."""
     slices: list[Slice] = []
     first = 0
     counts = np.diff(runs.first)
     while first < length:
+        # All queries of a group have the same number of runs. Each end of a run stays, or moves by one key per query.
         last, moves = _extend_slices(runs, counts, first)
         for run in range(counts[first]):
             index = runs.first[first] + run
@@ -199,15 +190,7 @@ def _slices(runs: _Runs, length: int) -> list[Slice]:
 
 
 def _extend_slices(runs: _Runs, counts: Integers, first: int) -> tuple[int, Integers]:
-    """Finds the longest group of queries, from query `first` on, whose runs are slices.
-
-    Args:
-        counts: number of runs of each query, [N].
-
-    Returns:
-        The last query of the group, and by how many keys the start and the end of each run move per query, 0 or 1,
-        [runs, 2].
-    """
+    """Returns the last query of the longest group from query `first` on, and the moves of its runs' ends, [runs, 2]."""
     run_count = int(counts[first])
     same_count = counts[first:] == run_count
     # The first query with another number of runs (argmin finds the first False), or N.
@@ -233,7 +216,6 @@ def _extend_slices(runs: _Runs, counts: Integers, first: int) -> tuple[int, Inte
 
 
 def _slice(first: int, last: int, start: int, end: int, start_moves: int, end_moves: int) -> Slice:
-    """Returns the slice of queries first .. last whose run is keys start .. end - 1 at query `first`."""
     # If an end of the run moves with the query, it bounds j - i (low, high). If it is fixed, it is an end of `keys`.
     keys = range(start, end + end_moves * (last - first))
     low = start - first if start_moves else None

@@ -320,11 +320,7 @@ class ContextParallel:
 def _check_rows_complete(
     mask: AttentionMask, position_ids: Tensor | None, attention_mask: Tensor | None, shift_labels: Tensor | None
 ) -> None:
-    """Checks the arguments of `shard` beside a mask without documents: these say where rows restart and have padding.
-
-    Raises:
-        ValueError: position_ids or shift_labels are missing, or attention_mask hides tokens.
-    """
+    """Raises ValueError if a mask without documents lacks what says where rows restart, or if rows have padding."""
     if position_ids is None or shift_labels is None:
         raise ValueError(
             f"mask={mask!s:.80} does not say where positions restart and labels end: give position_ids and "

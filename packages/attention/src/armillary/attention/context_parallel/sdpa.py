@@ -113,11 +113,7 @@ class Routing(TorchFunctionMode):
         return context or SequenceContext()
 
     def check_used(self, block: str = "an sdpa_parallel block") -> None:
-        """Raises ValueError at the end of a block if no call in it was routed, or another implementation ran.
-
-        Args:
-            block: the name of the block in the error.
-        """
+        """Raises ValueError at the end of a block if no call in it was routed, or another implementation ran."""
         if self.unrouted:
             raise ValueError(
                 f"{self.unrouted} ran in {block}, and attended to this rank's tokens alone; "
@@ -217,11 +213,7 @@ class Routing(TorchFunctionMode):
 
 
 def with_documents(mask: AttentionMask, documents: Documents | None) -> AttentionMask:
-    """Returns a mask with documents added; a mask that cannot have documents unchanged.
-
-    Raises:
-        ValueError: the mask has other documents.
-    """
+    """Returns a mask with documents added, if it can have any; raises ValueError if it has others."""
     if documents is None:
         return mask
     if mask.documents is None and takes_documents(mask):
@@ -236,7 +228,7 @@ def in_backward() -> bool:
 
 
 def unbound(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a module's `forward` as a function whose first argument is the module, so that it can be bound again."""
+    """Returns a module's `forward` as a function of the module, so that it can be bound again."""
 
     def ignore_module(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)  # a plain function that a user or a hook has set as `forward`

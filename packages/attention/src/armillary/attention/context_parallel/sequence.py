@@ -194,7 +194,6 @@ def position_restarts(mask: AttentionMask, documents: Documents | None) -> Docum
 
 
 def takes_documents(mask: AttentionMask) -> bool:
-    """Returns True if a mask of this kind can have documents."""
     return mask.pattern is None or mask.pattern.takes_documents
 
 

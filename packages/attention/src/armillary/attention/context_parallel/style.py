@@ -101,10 +101,7 @@ class ContextParallelStyle(ParallelStyle):
 
 
 def to_local(x: DTensor, mesh: DeviceMesh, inputs: list[DTensor]) -> Any:
-    """Returns the local tensor of a DTensor on `mesh`, and adds the DTensor to `inputs`.
-
-    DTensors on another mesh (tp) are returned unchanged.
-    """
+    """Returns the local tensor of a DTensor on `mesh`, which is added to `inputs`; others unchanged."""
     if x.device_mesh != mesh:
         return x
     if any(placement != Shard(1) and mesh.size(i) > 1 for i, placement in enumerate(x.placements)):

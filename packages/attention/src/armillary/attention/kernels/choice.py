@@ -38,7 +38,6 @@ class KernelCandidate(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The reason why another kernel was chosen."""
         return self.refusal or self.drawback or "is slower"
 
 
@@ -84,7 +83,7 @@ def choose_kernel(inputs: Inputs, requested_kernel: str | Kernel | None = None) 
 
 
 def check_kernel_name(flag: str, name: str | None) -> None:
-    """Raises ValueError unless `name` is None or the name of a kernel. `flag` is the command-line flag to blame."""
+    """Raises ValueError unless `name` is None or a kernel's; `flag` is the command-line flag to blame."""
     names = [kernel.name for kernel in KERNELS]
     if name not in (None, *names):
         raise ValueError(f"{flag} {name}: known are {', '.join(names)}")
@@ -116,11 +115,9 @@ class Efficiency(NamedTuple):
     source: str
 
     def forward(self, tokens: int) -> float:
-        """Returns the share in forward of a causal sequence of `tokens` tokens, on any number of ranks.
-
-        A causal mask costs extra time along the diagonal, which grows with tokens, while the time of all pairs grows
-        with their square. So the extra time per pair falls as TIMED_TOKENS / tokens.
-        """
+        """Returns the share in forward of a causal sequence of `tokens` tokens, on any number of ranks."""
+        # A causal mask costs extra time along the diagonal, which grows with tokens, while the time of all pairs grows
+        # with their square. So the extra time per pair falls as TIMED_TOKENS / tokens.
         full_time, causal_time = 1 / self.full, 1 / self.causal  # per pair, at TIMED_TOKENS tokens
         return 1 / (full_time + (causal_time - full_time) * min(1, TIMED_TOKENS / tokens))
 

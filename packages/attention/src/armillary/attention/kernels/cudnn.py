@@ -120,7 +120,7 @@ class Cudnn(PackingKernel, TopLeft):
 
 
 def _flip_sequences(band: Window, lengths: tuple[int, ...], *packed: Tensor) -> list[Tensor]:
-    """Reverses the tokens of each packed sequence for a reversed band, as `TopLeft.forward` does for one."""
+    """Reverses the tokens of each packed sequence, as `TopLeft.forward` does for one."""
     if band[0] is None:
         return list(packed)
     return [torch.cat([sequence.flip(0) for sequence in x.split_with_sizes(lengths)]) for x in packed]
@@ -128,7 +128,6 @@ def _flip_sequences(band: Window, lengths: tuple[int, ...], *packed: Tensor) -> 
 
 @cache
 def _can_pack() -> bool:
-    """Returns True if packed sequences work in this release of torch and cuDNN."""
     # torch's backward took the head dim for the longest length (fixed in pytorch/pytorch pull request 186142). An op
     # with the argument `seqused_k` (2.15) is newer than the fix.
     schema = cast(Any, torch.ops.aten)._cudnn_attention_forward.default._schema
@@ -137,7 +136,6 @@ def _can_pack() -> bool:
 
 
 def _unused_rng_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns placeholders for the seed and offset of dropout. Without dropout the ops do not read them."""
     state = torch.empty((), dtype=torch.int64, device=q.device)
     return state, state
 

@@ -55,7 +55,7 @@ class Dense(Batched):
         return torch.cat(dqs, 1), dk, dv
 
     def _blocks(self, q: Tensor, k: Tensor, band: Window) -> Iterator[tuple[slice, slice, Window]]:
-        """Yields (rows, columns, band) of each block: the columns are those that any of the rows sees."""
+        """Yields (rows, columns, band) of each block: the columns that any of its rows sees."""
         batch, queries, heads, _ = q.shape
         row_bytes = batch * heads * k.shape[1] * accumulation_dtype(q.dtype).itemsize
         step = max(1, self.score_bytes // max(1, row_bytes))  # an empty batch has rows of 0 bytes

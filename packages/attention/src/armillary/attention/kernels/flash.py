@@ -53,12 +53,7 @@ torch's op."""
 
 
 class FlashCall(NamedTuple):
-    """One call of a FlashAttention kernel.
-
-    Args:
-        window: (left, right), as in `window_of`.
-        lengths: lengths of packed sequences; None if tensors are not packed.
-    """
+    """One call of a FlashAttention kernel, with `window_of`; `lengths` is None if tensors are not packed."""
 
     window: tuple[int, int]
     scores: Scores
@@ -69,14 +64,14 @@ class Flash(PackingKernel):
     """Computes nearly any band in one call, and small pieces together in one call.
 
     A subclass calls the package's functions, on tensors [B, T, H, D] or, with `FlashCall.lengths`, on packed tensors
-    [tokens, H, D]. These functions have heads before tokens in lse: [B, H, T] or [H, tokens].
+    [tokens, H, D].
     """
 
     limits: ClassVar[Limits] = FLASH
 
     @abstractmethod
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse)."""
+        """Returns (out, lse [B, H, T] or [H, tokens])."""
 
     @abstractmethod
     def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,21 +114,15 @@ def _packed_call(sequences: Sequences, scores: Scores, x: Tensor) -> FlashCall:
 
 
 def window_of(band: Window, queries: int, keys: int) -> tuple[int, int]:
-    """Returns FlashAttention's (left, right) for the band of a trimmed tile; -1 is an unbounded side.
-
-    A trimmed tile has low <= S - T <= high, so a bounded side is not negative.
-    """
+    """Returns FlashAttention's (left, right) for the band of a trimmed tile; -1 is an unbounded side."""
     low, high = band
+    # A trimmed tile has low <= S - T <= high, so a bounded side is not negative.
     corner = keys - queries
     return -1 if low is None else corner - low, -1 if high is None else high - corner
 
 
 def cut_rows(tile: Tile) -> tuple[Tile, ...]:
-    """Cuts a tile by rows into pieces for which FlashAttention-2 keeps the window. Most tiles need no cut.
-
-    The cuts are where a bound begins or ceases to hide columns: `low` hides some from row a if low > -a, `high` if
-    high < S - 1 - a. After that, no piece with a bound has T > S + 1.
-    """
+    """Cuts a tile by rows into pieces for which FlashAttention-2 keeps the window. Most tiles need no cut."""
     low, high = tile.offsets
     queries, keys = tile.q1 - tile.q0, tile.k1 - tile.k0
     left_width, right_width = window_of((low, high), queries, keys)
@@ -141,6 +130,8 @@ def cut_rows(tile: Tile) -> tuple[Tile, ...]:
     is_kept = right_width < keys if right_width >= 0 else left_width < 0 or queries <= keys + 1
     if is_kept:
         return (tile,)
+    # Cut where a bound begins or ceases to hide columns: `low` hides some from row a if low > -a, `high` if high < S -
+    # 1 - a. Then no piece with a bound has T > S + 1.
     ends = {tile.q0, tile.q1}
     ends |= set() if low is None else {tile.q0 + 1 - low}
     ends |= set() if high is None else {tile.q0 + keys - 1 - high}
@@ -258,12 +249,9 @@ class FlashAttn3(Flash):
         return dq, dk, dv
 
     def _call(self, name: str, arguments: tuple[Any, ...], call: FlashCall, options: dict[str, Any]) -> Any:
-        """Calls a function of the package with the parameters that the installed release has.
-
-        Releases until November 2025 take the window as one argument `window_size`, and have no defaults for unused
-        parameters, which get None here.
-        """
         function = getattr(import_module(FLASH_ATTN_3), name)
+        # Releases until November 2025 take the window as one argument `window_size`, and have no defaults for unused
+        # parameters, which get None here.
         accepted = parameters(function)
         options = options | {"softcap": call.scores.softcap or 0.0, "sm_margin": self.sm_margin}
         if any(p.name == "window_size" for p in accepted):
@@ -276,7 +264,7 @@ class FlashAttn3(Flash):
 
 @cache
 def parameters(function: Callable[..., Any]) -> tuple[Parameter, ...]:
-    """Returns the parameters of a function. `torch.library.custom_op` keeps the function it wraps as `_init_fn`."""
+    # `torch.library.custom_op` keeps the function that it wraps as `_init_fn`.
     return tuple(signature(getattr(function, "_init_fn", function)).parameters.values())
 
 

@@ -61,7 +61,7 @@ class Inputs:
         mask: AttentionMask | None = None,
         device: torch.device | None = None,
     ) -> Inputs:
-        """Returns the inputs of a call on this machine. `device` replaces the device of q."""
+        """Returns the inputs of a call on this machine; `device` replaces that of q."""
         device = device or q.device
         windowed = mask is not None and mask.window is not None
         documents = mask is not None and mask.numbers is not None
@@ -76,13 +76,12 @@ class Inputs:
 
 @compat.constant_when_traced
 def is_deterministic() -> bool:
-    """Returns True if torch raises an error where an algorithm is not deterministic."""
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 @compat.constant_when_traced
 def activated_implementation() -> str | None:
-    """Returns the name of the implementation that has replaced torch's flash attention, as in `Inputs.activated`."""
+    """Name of the implementation that has replaced torch's flash attention, as in `Inputs.activated`."""
     return cast(Any, torch.nn.attention).current_flash_attention_impl()
 
 
@@ -105,11 +104,9 @@ def _device_versions(device: torch.device) -> tuple[tuple[int, int] | None, int 
 
 @dataclass(frozen=True)
 class HeadDims:
-    """Supported head dims of q and k, and of v.
+    """Supported head dims of q and k, and of v: at most `largest`, and multiples of `multiple`.
 
     Args:
-        largest: maximum of both head dims; None for no limit.
-        multiple: both head dims must be multiples of this.
         equal: True if v must have the head dim of q and k.
         exceptions: further supported pairs (head dim of q and k, head dim of v).
     """
@@ -120,7 +117,6 @@ class HeadDims:
     exceptions: tuple[tuple[int, int], ...] = ()
 
     def refuses(self, qk: int, v: int) -> str | None:
-        """Returns the reason why these head dims are not supported, or None."""
         too_large = self.largest is not None and max(qk, v) > self.largest
         wrong_dims = qk % self.multiple or v % self.multiple
         if (qk, v) in self.exceptions or not (too_large or wrong_dims or (self.equal and qk != v)):
@@ -138,12 +134,8 @@ class Limits:
 
     Args:
         device: device type; None: any.
-        dtypes: dtypes of q, k and v.
-        head_dims: supported head dims.
         head_dims_by_major: pairs of a major compute capability and the head dims supported there, if they differ.
-        min_capability: lowest supported compute capability.
         majors: supported major compute capabilities; None: all from `min_capability` on.
-        softcap: True if the kernel supports a softcap.
         deterministic: True if the kernel can add gradients in a fixed order.
         module: Python module that must be installed; None for kernels of torch.
     """
@@ -159,7 +151,6 @@ class Limits:
     module: str | None = None
 
     def refuses(self, inputs: Inputs) -> str | None:
-        """Returns the reason why the inputs are not supported, or None."""
         # 1. The device. An unknown compute capability passes a minimum, but not a list of majors.
         capability = inputs.capability
         if self.device not in (None, inputs.device):
@@ -192,17 +183,15 @@ def _dotted(capability: tuple[int, int]) -> str:
 
 @compat.constant_when_traced
 def is_installed(module: str) -> bool:
-    """Returns True if a module can be imported. Imports neither the module nor its parent packages."""
+    """Returns True if a module can be imported, without importing it or its parent packages."""
     return module_exists(module)
 
 
 @cache
 def module_exists(module: str) -> bool:
-    """Cached `is_installed`: the search takes longer than a kernel launch.
-
-    It is not enough to find the parent package: flash-attn 4 also installs a `flash_attn`, but without the modules of
-    version 2. `find_spec` would import the parents of a submodule, so `PathFinder` searches their folders instead.
-    """
+    """Cached `is_installed`: the search takes longer than a kernel launch."""
+    # flash-attn 4 also installs a `flash_attn`, but without the modules of version 2, so it is not enough to find the
+    # parent package. `find_spec` would import the parents; `PathFinder` searches their folders instead.
     package = module.rpartition(".")[0]
     if module in sys.modules or not package:
         return find_spec(module) is not None
@@ -210,7 +199,6 @@ def module_exists(module: str) -> bool:
 
 
 def _folders(package: str) -> list[str]:
-    """Returns the folders of an installed package, without importing it."""
     outer = package.rpartition(".")[0]
     spec = PathFinder.find_spec(package, _folders(outer)) if outer else find_spec(package)
     return [] if spec is None else list(spec.submodule_search_locations or ())

@@ -45,7 +45,6 @@ class Tile(NamedTuple):
 
     @property
     def area(self) -> int:
-        """Number of visible pairs."""
         return count_pairs(slice_array([self]))
 
     def rows(self, start: int, stop: int) -> Tile | None:
@@ -88,12 +87,11 @@ class Scores(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """Sign of the scale: 1, -1 or 0."""
         return (self.scale > 0) - (self.scale < 0)
 
     @property
     def with_positive_scale(self) -> Scores:
-        """Gives q multiplied by `sign` the scores that `self` gives q."""
+        """Gives q times `sign` the scores that `self` gives q."""
         return self if self.scale > 0 else self._replace(scale=abs(self.scale) or 1.0)
 
 
@@ -113,11 +111,11 @@ class Kernel(Protocol):
     """The inputs that the kernel supports; by default all without softcap."""
 
     def refuses(self, inputs: Inputs) -> str | None:
-        """Returns the reason why the kernel does not support these inputs; None if it does. By default by `limits`."""
+        """Returns the reason why the kernel does not support these inputs, or None. By default by `limits`."""
         return self.limits.refuses(inputs)
 
     def drawback(self, inputs: Inputs) -> str | None:
-        """Returns the reason to prefer every other kernel that supports these inputs; None if there is none."""
+        """Returns the reason to prefer every other kernel that supports these inputs, or None."""
         return None
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
@@ -136,19 +134,17 @@ class Kernel(Protocol):
 
 
 def check_softcap(softcap: float | None) -> None:
-    """Raises ValueError for a softcap that is not finite and positive."""
     if softcap is not None and not number("softcap", softcap, ", or None for no cap") > 0:
         raise ValueError(f"softcap {softcap} must be above 0, or None for no cap")
 
 
 def contiguous_rows(x: Tensor, multiple: int = 1) -> Tensor:
-    """Returns x [..., D] if its rows of D elements are contiguous and do not overlap, else a contiguous copy.
-
-    Kernels need such rows, because they allocate results with the strides of their inputs.
+    """Returns x [..., D] with contiguous rows of D elements that do not overlap, copied if need be.
 
     Args:
         multiple: also copies unless every row starts at a multiple of this number of elements.
     """
+    # Kernels allocate results with the strides of their inputs, so these need such rows.
     *outer, last = x.stride()
     rows_apart = last == 1 and min(outer) >= x.shape[-1]  # an expanded dim has stride 0
     if rows_apart and (multiple == 1 or not any(start % multiple for start in (x.storage_offset(), *outer))):
@@ -168,12 +164,7 @@ MAX_PACKED_TOKENS = 65536
 
 
 class Lengths(NamedTuple):
-    """Lengths of n packed sequences, as flash-attn takes them.
-
-    Args:
-        queries, keys: boundaries (cu_seqlens), int32 [n + 1].
-        longest_queries, longest_keys: the largest length.
-    """
+    """Lengths of n packed sequences: boundaries (cu_seqlens), int32 [n + 1], and the largest lengths."""
 
     queries: Tensor
     keys: Tensor
@@ -182,7 +173,6 @@ class Lengths(NamedTuple):
 
     @property
     def by_name(self) -> dict[str, Tensor | int]:
-        """The lengths as keyword arguments of flash-attn 3 and 4."""
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         return dict(zip(names, self, strict=True))
 
@@ -202,7 +192,7 @@ class Sequences(NamedTuple):
     band: Window
 
     def lengths(self, device: torch.device) -> Lengths:
-        """Returns the lengths on a device. They are cached, so that layers and backward do not copy them again."""
+        """Returns the lengths on a device. Cached, so that layers and backward do not copy them again."""
         # A fake tensor belongs to its mode and must not outlive it.
         boundaries = _copy_boundaries if compat.fakes_tensors() else _cached_boundaries
         longest = max(self.queries, default=0), max(self.keys, default=0)
@@ -222,7 +212,7 @@ class PackingKernel(Kernel):
 
     @abstractmethod
     def pack_key(self, queries: int, keys: int, band: Window) -> Hashable:
-        """Returns a key that is equal for pieces that one call can compute; None for a piece that is not packed."""
+        """Returns a key that is equal for pieces that one call can compute; None if a piece is not packed."""
 
     @abstractmethod
     def forward_packed(
@@ -264,5 +254,5 @@ class Batched(PackingKernel):
 
 
 def _rows(lengths: tuple[int, ...], *packed: Tensor) -> list[Tensor]:
-    """Reshapes packed tensors of n sequences of t tokens into a batch: [n t, ...] -> [n, t, ...]."""
+    """[n t, ...] -> [n, t, ...] for packed tensors of n sequences of t tokens."""
     return [x.unflatten(0, (len(lengths), lengths[0])) for x in packed]

@@ -36,11 +36,11 @@ class TopLeft(Kernel):
 
     @abstractmethod
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse), with shapes as in `Kernel.forward`."""
+        """Returns (out, lse)."""
 
     @abstractmethod
     def call_backward(self, tensors: BackwardTensors, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (dq, dk, dv), with shapes as in `Kernel.backward`."""
+        """Returns (dq, dk, dv)."""
 
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
         return cut_band(tile)
@@ -76,7 +76,6 @@ def cut_band(tile: Tile) -> tuple[Tile, ...]:
 
 
 def _split_columns(tile: Tile, column: int) -> tuple[Tile, ...]:
-    """Returns the parts of a tile before and from `column` on, without empty ones."""
     pieces = (tile.columns(tile.k0, column), tile.columns(column, tile.k1))
     return tuple(piece for piece in pieces if piece)
 
@@ -127,7 +126,7 @@ class CpuFlash(Batched, TopLeft):
 
 
 def _pad_head_dims(*tensors: Tensor) -> list[Tensor]:
-    """Pads tensors with zeros to one head dim, as the op needs. Zeros change no score and no output."""
+    # The op needs one head dim. Zeros change no score and no output.
     dim = max(x.shape[3] for x in tensors)
     return [x if x.shape[3] == dim else pad(x, (0, dim - x.shape[3])) for x in tensors]
 
@@ -190,28 +189,23 @@ class Efficient(Batched, TopLeft):
 
 
 def _split(part: Callable[[int, int], Tile | None], start: int, stop: int) -> list[Tile]:
-    """Returns the parts of a tile, of at most `MAX_TOKENS` rows or columns from start .. stop - 1 each.
-
-    Args:
-        part: `Tile.rows` or `Tile.columns` of the tile.
-    """
+    """Returns the parts of a tile of at most `MAX_TOKENS` rows or columns, by `Tile.rows` or `Tile.columns`."""
     cuts = [part(first, min(first + MAX_TOKENS, stop)) for first in range(start, stop, MAX_TOKENS)]
     return [tile for tile in cuts if tile]
 
 
 def _align_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Returns the tensors, copied if their rows do not start at multiples of 16 bytes."""
+    # The ops need rows that start at multiples of 16 bytes.
     return tuple(contiguous_rows(x, 16 // x.itemsize) for x in tensors)
 
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
-    """Repeats the heads of k or v for each query head."""
     return x if x.shape[2] == q.shape[2] else repeat(x, "b s k d -> b s (k g) d", g=q.shape[2] // x.shape[2])
 
 
 def _sum_head_groups(grad: Tensor, like: Tensor) -> Tensor:
-    """Sums the gradient of repeated heads over each group, in float32 or wider."""
     if grad.shape[2] == like.shape[2]:
         return grad
+    # Sums each group of repeated heads, in float32 or wider.
     groups = rearrange(grad, "b s (k g) d -> b s k g d", k=like.shape[2])
     return groups.sum(3, dtype=accumulation_dtype(grad.dtype))

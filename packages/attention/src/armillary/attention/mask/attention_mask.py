@@ -274,7 +274,7 @@ class AttentionMask:
 
     @property
     def sides(self) -> tuple[int, int, int]:
-        """`causal` and the two sides of the window as integers. Together with `numbers` they are the whole mask."""
+        """`causal` and the two sides of the window as integers; with `numbers` they are the whole mask."""
         before, after = self.window or (None, None)
         return int(self.causal), UNBOUNDED if before is None else before, UNBOUNDED if after is None else after
 
@@ -285,15 +285,12 @@ class AttentionMask:
 
     @classmethod
     def read(cls, sides: Sequence[int], numbers: Tensor | None) -> AttentionMask:
-        """Returns the mask with these `sides` and `numbers`.
-
-        All layers of a step get the same object, because caches compare masks by identity first.
-        """
+        """Returns the mask with these `sides` and `numbers`."""
+        # All layers of a step get the same object, because caches compare masks by identity first.
         return _read_mask(_encode(sides, numbers).tobytes())
 
     @classmethod
     def _decode(cls, encoded: Sequence[int]) -> AttentionMask:
-        """Returns the mask of `encoded`: the three `sides`, followed by `numbers` as `Content` encodes them."""
         causal, before, after, code, row_count, *remaining = encoded
         window = (None if before == UNBOUNDED else before, None if after == UNBOUNDED else after)
         # Each list of boundaries follows its length. `row_count` is -1 for one list for all rows, 0 without documents.
@@ -328,11 +325,9 @@ class AttentionMask:
 
     @property
     def per_row(self) -> bool:
-        """True if the mask differs between the rows of a batch."""
         return self.batch is not None
 
     def row(self, row: int) -> Self:
-        """Returns the mask of one row of the batch."""
         if isinstance(self.pattern, RowMasks):
             mask: Self = self.pattern.masks[row]
             return mask if self.window is None else mask._intersect(self.window)
@@ -341,13 +336,13 @@ class AttentionMask:
         return type(self)(self.causal, self.window, self.boundaries(row), self.pattern)
 
     def _intersect(self, window: Window) -> Self:
-        """Returns the mask with its window narrowed to `window`: the smaller of both on each side."""
+        """Returns the mask with the smaller side of both windows on each side."""
         sides = zip(self.window or (None, None), window, strict=True)
         smallest = [min((side for side in pair if side is not None), default=None) for pair in sides]
         return type(self)(self.causal, smallest, self.documents, self.pattern, self.content)
 
     def boundaries(self, row: int = 0) -> Ends:
-        """Returns the document boundaries of one row of the batch, or None without documents."""
+        """Returns the document boundaries of one row of the batch, if any."""
         if isinstance(self.pattern, RowMasks):
             return self.pattern.masks[row].boundaries()
         documents = cast(Any, self.documents)
@@ -355,7 +350,6 @@ class AttentionMask:
 
     @property
     def _row_pattern(self) -> RowPattern | None:
-        """The pattern of a mask of one row, which is not `RowMasks`."""
         return cast("RowPattern | None", self.pattern)
 
     # -- for a sequence -----------------------------------------------------------------------------------------------
@@ -394,7 +388,6 @@ class AttentionMask:
         return [self.row(row)._slices(length, keys) for row in rows]
 
     def _slices(self, queries: int, keys: int) -> Slices:
-        """Returns the slices of a mask of one row, for numbers of queries and keys that fit it."""
         ends, pattern, bounds = self.boundaries(), self._row_pattern, band(self.causal, self.window)
         if pattern is None and ends is None:
             return slice_array([(0, queries, 0, keys, *bounds)])
@@ -487,7 +480,7 @@ class Content:
 
     @cached_property
     def hash(self) -> int:
-        """Hash of `numbers`. Unlike Python's hash of bytes, it is equal in every process."""
+        # Unlike Python's hash of bytes, it is equal in every process.
         return 0 if self.numbers is None else crc32(self.numbers.numpy().tobytes())
 
 
@@ -514,13 +507,9 @@ ENTRY_BYTES, BYTES_PER_NUMBER = 2**14, 2**10
 
 @dataclass
 class BoundedCache(Generic[Key, Value]):
-    """Values of the newest keys.
+    """Values of the newest keys: (key, value, estimated bytes), the oldest first."""
 
-    Args:
-        entries: (key, value, estimated bytes), the oldest first. A list and not a dict, because a few keys are compared
-            faster than hashed: mostly they are identical objects.
-    """
-
+    # A list and not a dict: a few keys, mostly identical objects, are compared faster than hashed.
     entries: list[tuple[Key, Value, int]] = field(default_factory=list[tuple[Key, Value, int]])
 
     def get(self, key: Key) -> Value | None:
@@ -531,15 +520,10 @@ class BoundedCache(Generic[Key, Value]):
 
     @property
     def newest(self) -> list[tuple[Key, Value]]:
-        """Keys and values, the newest first."""
         return [(key, value) for key, value, _ in reversed(self.entries)]
 
     def add(self, key: Key, value: Value, mask: AttentionMask) -> Value:
-        """Adds a value, drops the oldest entries that no longer fit, and returns the value.
-
-        Args:
-            mask: the mask from which the value was computed. Its length gives the estimated size.
-        """
+        """Adds a value and drops the oldest entries that no longer fit; the length of `mask` estimates the size."""
         size = ENTRY_BYTES if mask.numbers is None else ENTRY_BYTES + BYTES_PER_NUMBER * mask.numbers.numel()
         # A new list instead of an update in place: other threads may be reading.
         entries = [*self.entries[1 - MAX_ENTRIES :], (key, value, size)]

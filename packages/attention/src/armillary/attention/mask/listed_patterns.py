@@ -41,7 +41,7 @@ class Slice(NamedTuple):
 
 
 class SliceList(RowPattern):
-    """A list of disjoint slices: no (query, key) pair is in two of them.
+    """A list of disjoint slices.
 
     Raises:
         ValueError: a value that is not a slice; two slices that share a pair. The message names both and the pair.
@@ -92,7 +92,7 @@ def _slice_of_row(row: Sequence[int]) -> Slice:
 
 
 def check_disjoint(slices: Slices) -> None:
-    """Raises ValueError for two slices that share a (query, key) pair. The message names both slices and the pair."""
+    """Raises ValueError for two slices that share a (query, key) pair, with both and the pair."""
     slices = trim(slices)
     # Slices can share a pair only if they overlap in queries and in keys. So it is enough to compare the slices that
     # overlap in queries, or those that overlap in keys, whichever are fewer comparisons.
@@ -106,24 +106,16 @@ def check_disjoint(slices: Slices) -> None:
 
 
 def _overlaps(slices: Slices, column: int) -> tuple[Integers, Integers]:
-    """Sorts slices by their start in queries (column 0) or keys (column 2), and counts overlaps.
-
-    Returns:
-        The indices of the slices in sorted order, and for each sorted slice the number of following slices that start
-        before it ends.
-    """
+    """Returns the order of slices by their start in queries (column 0) or keys (2), and their numbers of overlaps."""
+    # A slice overlaps the following ones that start before it stops.
     order = np.argsort(slices[:, column], kind="stable")
     starts, stops = slices[order, column], slices[order, column + 1]
     return order, np.searchsorted(starts, stops) - np.arange(1, len(order) + 1)
 
 
 def _check_pairs(slices: Slices, start: int, ends: Integers) -> None:
-    """Raises ValueError if a slice, from index `start` on, shares a (query, key) pair with a slice that follows it.
-
-    Args:
-        slices: sorted slices.
-        ends: cumulative number of the following slices to which each slice is compared, from slice `start` on.
-    """
+    """Raises ValueError if one of the sorted slices from index `start` on shares a pair with one that follows it."""
+    # `ends` counts, from slice `start` on, the comparisons of all slices so far.
     # Indices of both slices of each comparison: slice n is compared to n + 1, n + 2, ..., n + counts[n].
     counts = np.diff(ends)
     first = start + np.repeat(np.arange(len(counts)), counts)
@@ -204,13 +196,11 @@ class Tree(RowPattern):
         return np.array(list(self._window_slices(window[0])), dtype=np.int64)
 
     def _window_slices(self, tokens: int) -> Iterator[tuple[int, ...]]:
-        """Yields slices (q0, q1, k0, k1, low, high) under a window of `tokens` tokens along the path.
-
-        There is one for each segment with itself, and one for each ancestor within the window of its first token.
-        """
+        """Yields slices (q0, q1, k0, k1, low, high) under a window of `tokens` tokens along the path."""
         shifts = self._shifts
         for segment, parent in enumerate(self.parents):
             start, stop = self.ends[segment : segment + 2]
+            # One slice for the segment with itself, and one for each ancestor within the window of its first token.
             yield start, stop, start, stop, -tokens, 0
             while parent >= 0:
                 k0, k1 = self.ends[parent : parent + 2]
@@ -225,7 +215,7 @@ class Tree(RowPattern):
 
     @cached_property
     def _shifts(self) -> list[int]:
-        """For each segment, depth minus position of its tokens, at most 0. Depth counts tokens along the path."""
+        """For each segment, depth (tokens along the path) minus position of its tokens, at most 0."""
         lengths = [b - a for a, b in pairwise(self.ends)]
         return [depth - start for depth, start in zip(path_depths(self.parents, lengths), self.ends, strict=False)]
 
@@ -234,7 +224,6 @@ class Tree(RowPattern):
 
 
 def _integers_of(values: Sequence[int]) -> Sequence[int]:
-    """Returns the integers of a sequence, an array or a tensor."""
     tolist = getattr(values, "tolist", None)
     return tolist() if tolist is not None else tuple(values) if isinstance(values, range) else values
 
@@ -302,10 +291,8 @@ class Blocks(RowPattern):
 
 
 def rectangles(table: NDArray[np.bool_]) -> Iterator[tuple[int, int, int, int]]:
-    """Yields disjoint rectangles (r0, r1, c0, c1) that cover the True cells: rows r0 .. r1 - 1, columns c0 .. c1 - 1.
-
-    A rectangle is a run of True columns that is the same in consecutive rows.
-    """
+    """Yields disjoint rectangles (r0, r1, c0, c1) that cover the True cells of the table."""
+    # A rectangle is a run of True columns that is the same in consecutive rows: rows r0 .. r1 - 1.
     open_runs = dict[tuple[int, int], int]()  # runs of columns of the row above -> first row with this run
     for row in range(len(table) + 1):  # after the last row, an empty one ends all rectangles
         cells = table[row] if row < len(table) else np.zeros(0, np.bool_)

@@ -95,17 +95,15 @@ class RowPattern(Pattern):
         return band(causal and not self.says_causal, window)
 
     def positions(self, ends: Ends, length: int) -> Integers:
-        """Returns position ids for RoPE, [N]."""
         return offsets(ends, length)
 
 
 def integers(*arrays: Any) -> Integers:
-    """Returns the numbers of all arrays, flattened and concatenated, as int64 [n]."""
     return np.concatenate([np.asarray(array, dtype=np.int64).ravel() for array in arrays])
 
 
 def offsets(ends: Ends, length: int) -> Integers:
-    """Returns the offset of each position from the start of its document, or of the row without documents."""
+    """Offset of each position from the start of its document, or of the row without documents."""
     positions = np.arange(length, dtype=np.int64)
     if ends is None:
         return positions
@@ -114,7 +112,6 @@ def offsets(ends: Ends, length: int) -> Integers:
 
 
 def short_repr(value: object) -> str:
-    """Returns a value's repr, cut to 96 characters, for an error."""
     text = repr(value)
     return text if len(text) <= 96 else f"{text[:93]}..."
 
@@ -123,14 +120,7 @@ def short_repr(value: object) -> str:
 
 
 class Prefix(RowPattern):
-    """Tokens of a document's prefix see the whole prefix. Later tokens see their document up to themselves.
-
-    Args:
-        prefixes: number of tokens of each document's prefix.
-
-    Raises:
-        ValueError: numbers that are not integers of at least 0.
-    """
+    """Tokens of a document's prefix see the whole prefix. Later tokens see their document up to themselves."""
 
     code = 3
     takes_documents, says_causal = True, True
@@ -158,7 +148,6 @@ class Prefix(RowPattern):
                 raise ValueError(f"a prefix of {prefix} tokens in document {document}, which has {tokens}")
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        """Returns two slices for each document: the keys of its prefix, and the causal square of the later tokens."""
         bounds, prefixes = np.array((0, queries) if ends is None else ends), np.array(self.prefixes)
         starts, stops, prefix_ends = bounds[:-1], bounds[1:], bounds[:-1] + prefixes
         far = np.full_like(starts, FAR)
@@ -171,14 +160,7 @@ class Prefix(RowPattern):
 
 
 class Chunked(RowPattern):
-    """Tokens see their own chunk of `size` positions, and only their document.
-
-    Args:
-        origin: where chunks are counted from: the start of each "document", or the start of the "row".
-
-    Raises:
-        ValueError: a size below 1, or an unknown origin.
-    """
+    """Tokens see their own chunk of `size` positions, and only their document."""
 
     code = 4
     takes_documents = True
@@ -210,9 +192,6 @@ class Chunked(RowPattern):
 
 class ImageSpans(RowPattern):
     """A token sees its document up to itself and, in an image, all tokens of the image's span.
-
-    Args:
-        spans: ranges of positions, each within one document.
 
     Raises:
         ValueError: spans that are empty, not ranges of step 1, or overlap.
@@ -250,11 +229,10 @@ class ImageSpans(RowPattern):
                 raise ValueError(f"image span {span} reaches beyond its document, which ends at {end}")
 
     def bounds(self, causal: bool, window: Window | None) -> Window:
-        """Returns the left side of the window only. The right side would hide the later keys of a span."""
+        # The right side of the window would hide the later keys of a span.
         return band(False, None if window is None else (window[0], None))
 
     def slices(self, ends: Ends, window: Window | None, queries: int, keys: int) -> Slices:
-        """Returns the causal slice of each document, and the later keys (j - i >= 1) of each span."""
         causal = document_slices((0, queries) if ends is None else ends, high=0)
         # Without the diagonal, which the causal slices have: slices must be disjoint.
         later = slice_array((span.start, span.stop, span.start, span.stop, 1, None) for span in self.spans)
@@ -266,9 +244,6 @@ class ImageSpans(RowPattern):
 
 class RowMasks(Pattern):
     """One mask for each row of a batch.
-
-    Args:
-        masks: an `AttentionMask` for each row.
 
     Raises:
         ValueError: no masks, or an element that is not a mask of one row.
