@@ -102,48 +102,31 @@ def all_recorded() -> dict[tuple[str, str], tuple[list[tuple[str, str]], list[tu
     return {(name, kind): recorded(name, mask) for name in METHODS for kind, mask in MASKS.items()}
 
 
-@pytest.fixture(scope="module")
-def ranks(worlds):
-    """Returns each rank's events of each method under each mask."""
-    return worlds(P).run(all_recorded)
+def goes_back(name: str, phase: int) -> bool:
+    return phase == 1 or name == "token_ring"
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_next_shard_is_in_flight_while_a_step_computes(ranks, name):
-    for events in (events for rank in ranks for events in rank[name, "full"]):
-        at = {event: index for index, event in enumerate(events)}
-        assert sum(kind == "kernel" for kind, _ in events) == P
-        assert sum(kind == "start" and name.startswith("on") for kind, name in events) == P - 1, events
-        for step in range(P - 1):
-            started, waited = at["start", f"on {step}"], at["wait", f"on {step}"]
-            assert started < at["kernel", f"kernel {step}"] < waited < at["kernel", f"kernel {step + 1}"], events
+def test_exchanges_are_in_flight_while_a_step_computes(worlds):
+    for rank in worlds(P).run(all_recorded):
+        for (name, kind), phases in rank.items():
+            for phase, events in enumerate(phases):
+                started, waited = ({event for what, event in events if what == side} for side in ("start", "wait"))
+                assert started == waited, (name, kind)
+                if kind == "full":
+                    check_order(events, goes_back(name, phase))
 
 
-def goes_back(name: str, phase: str) -> bool:
-    return phase == "backward" or name == "token_ring"
-
-
-@pytest.mark.parametrize(
-    ("name", "phase"),
-    [(name, phase) for name in METHODS for phase in ("forward", "backward") if goes_back(name, phase)],
-)
-def test_returning_results_overlap_with_the_next_step(ranks, name, phase):
-    for rank in ranks:
-        events = rank[name, "full"][phase == "backward"]
-        at = {event: index for index, event in enumerate(events)}
-        returns = [event for kind, event in events if kind == "start" and event.startswith("back")]
-        assert len(returns) == P - 1, events
-        for step in range(1, P - 1):  # results of a step are sent after it; the wait follows the next kernel
-            started, waited = at["start", f"back {step - 1}"], at["wait", f"back {step - 1}"]
-            assert at["kernel", f"kernel {step}"] < started < at["kernel", f"kernel {step + 1}"] < waited, events
-
-
-def test_every_started_exchange_is_waited_for(ranks):
-    for rank in ranks:
-        for method_name, phases in rank.items():
-            for events in phases:
-                started, waited = ({name for kind, name in events if kind == side} for side in ("start", "wait"))
-                assert started == waited, method_name
+def check_order(events: list[tuple[str, str]], with_returns: bool) -> None:
+    at = {event: index for index, event in enumerate(events)}
+    assert sum(kind == "kernel" for kind, _ in events) == P
+    assert sum(kind == "start" and name.startswith("on") for kind, name in events) == P - 1, events
+    assert sum(kind == "start" and name.startswith("back") for kind, name in events) == (P - 1) * with_returns, events
+    for step in range(P - 1):  # the next shard is in flight during a kernel
+        started, waited = at["start", f"on {step}"], at["wait", f"on {step}"]
+        assert started < at["kernel", f"kernel {step}"] < waited < at["kernel", f"kernel {step + 1}"], events
+    for step in range(1, P - 1) if with_returns else ():  # results are sent after their step; the wait follows the next
+        started, waited = at["start", f"back {step - 1}"], at["wait", f"back {step - 1}"]
+        assert at["kernel", f"kernel {step}"] < started < at["kernel", f"kernel {step + 1}"] < waited, events
 
 
 def communicators() -> list[tuple[bool, list[int], list[int]]]:

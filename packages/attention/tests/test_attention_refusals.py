@@ -93,7 +93,6 @@ MASKS: Table = [
     (documents(torch.zeros(2, 2, 2, dtype=torch.long)), "boundaries"),
     *[(window(x), f"window {x!r}") for x in (4, (2.0, 0), (True, False), (-1, 0), (1, 2, 3), ("1", "0"))],
     (lambda: AttentionMask(causal="no"), "causal='no'"),
-    (lambda: AttentionMask(causal=None), "causal=None"),
     *[(lambda mask=mask: replace(mask, causal=False), "causal=False") for mask in (TREE, PREFIX, IMAGES)],
     (lambda: replace(TREE, documents=(0, 8)), "documents"),
     # slices
@@ -104,26 +103,21 @@ MASKS: Table = [
     (lambda: slices([Slice((0, 8), range(8))]), "(0, 8)"),
     (lambda: slices([Slice(range(8), range(8), 0.5)]), "0.5"),
     (lambda: slices([(range(8), range(8))]), "slice"),
-    (lambda: slices([3]), "3"),
     (lambda: slices([Slice(range(9), range(8))]).slices(8), "queries", "9", "8"),
     (lambda: slices([Slice(range(8), range(9))]).slices(8), "keys", "9", "8"),
     # trees
     (lambda: tree((1, 8), (-1,)), "(1, 8)"),
     (lambda: tree((0, 5, 5), (-1, 0)), "(0, 5, 5)"),
     (lambda: tree((0, 5, 8), (-1,)), "1 parents", "2 segments"),
-    (lambda: tree((0, 5, 8), (-1, 0, 1)), "3 parents", "2 segments"),
     (lambda: tree((0, 5, 8), (0, 0)), "parent 0 of segment 0"),
-    (lambda: tree((0, 5, 8), (-1, 1)), "parent 1 of segment 1"),
     (lambda: tree((0, 5, 8), (-1, -2)), "parent -2 of segment 1"),
     (lambda: tree((0, 2, 4, 6, 8), (-1, 0, 0, 1)), "parent 1 of segment 3"),  # 1 ended when its sibling 2 began
-    (lambda: tree((0, 2, 4, 6), (-1, -1, 0)), "parent 0 of segment 2"),
     (lambda: tree((0, 2, 4), (-1, 0.0)), "0.0"),
     (lambda: tree((0, 2, 4), (-1, 0), window=(-1, 0)), "window (-1, 0)"),
     # prefixes
     (lambda: prefix((0, 3, 8), (2,)), "1 prefixes", "2 documents"),
     (lambda: prefix((0, 3, 8), (4, 0)), "prefix of 4", "document 0", "3"),
     (lambda: prefix((0, 3, 8), (-1, 0)), "-1"),
-    (lambda: prefix((0, 3, 3), (1, 0)), "(0, 3, 3)"),
     (lambda: prefix((0, 8), (1.0,)), "1.0"),
     (lambda: AttentionMask(pattern=Prefix((3,))).slices(8, 4), "8 queries", "4 keys"),
     (lambda: AttentionMask(pattern=Prefix((3, 1))).slices(8), "2 prefixes", "1 documents"),
@@ -131,13 +125,11 @@ MASKS: Table = [
     (lambda: chunked(0), "size=0"),
     (lambda: chunked(2.0), "size=2.0"),
     (lambda: chunked(4, origin="start"), "origin='start'", "document, row"),
-    (lambda: chunked(4, (0, 3, 2)), "(0, 3, 2)"),
     # spans of images
     (lambda: images([range(2, 5), range(4, 6)]), "range(2, 5)", "range(4, 6)"),
     (lambda: images([range(2, 5)], (0, 4, 8)), "range(2, 5)", "4"),
     (lambda: images([range(6, 9)], (0, 4, 8)), "range(6, 9)"),
     (lambda: images([range(6, 9)]).slices(8), "range(6, 9)", "8 tokens"),
-    (lambda: images([range(2, 2)]), "range(2, 2)"),
     (lambda: images([range(0, 8, 2)]), "range(0, 8, 2)"),
     (lambda: images([(2, 5)]), "(2, 5)"),
     # blocks
@@ -147,7 +139,6 @@ MASKS: Table = [
     (lambda: blocks([[1, 0], [1, 1]], 4), "bool"),
     (lambda: blocks([[True], [True, False]], 4), "bool"),
     (lambda: blocks(SEEN, 4, 9), "9"),
-    (lambda: blocks(SEEN, 4, 4), "4"),
     (lambda: blocks(SEEN, 4, 7).slices(8), "7", "8"),
     (lambda: blocks(SEEN, 4).slices(9), "9 tokens"),
     (lambda: blocks(SEEN, 4).slices(8, 12), "columns", "12"),
@@ -216,7 +207,6 @@ METHODS: Table = [
     (lambda: Local().layout(8.0), "length=8.0"),
     (lambda: Local().layout(8, "balanced", mask=True), "mask", "bool"),
     (lambda: build_attention("ring", None), "mesh", "NoneType"),
-    (lambda: build_attention("ring", "cpu"), "mesh", "str"),
     (lambda: build_attention(None, None), "None"),
     (lambda: build_attention("rung", None), "'rung'"),
     (lambda: ContextParallel("ring"), "mesh"),
@@ -226,7 +216,6 @@ METHODS: Table = [
     (plan("rings"), "'rings'"),
     (plan("ring", team=2), "ring", "team=2", "wallfacer"),
     (plan("usp", ulysses=2, placement="p2p_intra"), "usp", "placement='p2p_intra'", "wallfacer"),
-    (plan("token_ring", backward="keys"), "backward='keys'", "ring", "wallfacer"),
     (plan("usp", ulysses=2, heads_per_stage=2), "usp", "heads_per_stage=2", "upipe"),
     (plan("wallfacer", team=3), "team=3", "4", "1, 2"),
     (plan("wallfacer", placement="near"), "placement='near'", "collect_intra, p2p_intra"),
@@ -315,25 +304,20 @@ CALLS: Table = [
     (call(**zeros(q=(2, 4, N, 8), k=(2, 2, N, 8), v=(2, 2, N, 8))), "transpose(1, 2)"),
     (call(**dict.fromkeys("qkv", torch.zeros(2, 4, N, 8)), layout=contiguous(N, 1)), "8 ", "4", "transpose(1, 2)"),
     (call(**zeros(torch.int32, q=Q, k=KV, v=KV)), "torch.int32"),
-    (call(**zeros(torch.complex64, q=Q, k=KV, v=KV)), "torch.complex64"),
     (call(v=torch.zeros(KV, dtype=torch.bfloat16)), "dtype", "torch.float32", "torch.bfloat16"),
     (under_autocast, "dtype", "torch.float64"),
     # hidden states
     *[(projected(**wrong), *words) for wrong, *words in OPTIONS],
     (projected(x=np.zeros((2, N, 16))), "x ", "ndarray"),
-    (projected(x=None), "x ", "NoneType"),
     (projected(x=torch.zeros(N, 16)), "x (8, 16)", "[batch, tokens, model dim]"),
     (projected(projections=None), "projections", "None", "heads, key_heads, q, kv, parameters"),
     (projected(projections=lambda x: x), "projections", "function"),
     # the oracle
     (oracle(mask=None), "mask", "None"),
     (oracle(mask=torch.ones(8)), "mask", "Tensor"),
-    (oracle(scale=math.nan), "scale"),
     (oracle(softcap=math.inf), "softcap"),
     (oracle(sinks=torch.zeros(3)), "sinks (3,)", "4 query heads"),
-    (oracle(sinks=torch.zeros(2, N, 3)), "sinks (2, 8, 3)", "4 query heads"),
     (oracle(**zeros(q=(N, 4, 8))), "(8, 4, 8)"),
-    (oracle(**zeros(k=(3, N, 2, 8))), "(3, 8, 2, 8)"),
     (oracle(**zeros(v=(2, 9, 2, 8))), "(2, 9, 2, 8)"),
     (oracle(**zeros(v=(2, N, 4, 8))), "v (2, 8, 4, 8)"),
     (oracle(**zeros(k=(2, N, 2, 6))), "(2, 8, 2, 6)"),
@@ -384,7 +368,6 @@ SDPA: Table = [
     (sdpa({"mask": CAUSAL}), "is_causal=False"),
     (sdpa({"mask": FULL}, is_causal=True), "is_causal=True"),
     (sdpa({"mask": CAUSAL} | HALVES), "documents", "mask"),
-    (sdpa({"mask": AttentionMask(documents=(0, N))} | HALVES), "documents", "mask"),
     (sdpa({"mask": AttentionMask(documents=(0, 7))}), "end at 7"),
     (sdpa({"mask": "causal"}), "mask", "str", "AttentionMask"),
     (lambda: encoder(True), "MultiheadAttention"),
@@ -423,7 +406,6 @@ LOSSES: Table = [
     (grpo(normalize=0.0), "normalize"),
     (lambda: completion_labels(IDS, BRANCHES, contiguous(8, 2)), "layout"),
     (lambda: completion_labels(IDS, BRANCHES, trained=[[True]]), "trained"),
-    (lambda: completion_labels(IDS, BRANCHES, trained=[]), "trained"),
     (lambda: completion_labels(IDS, BRANCHES, trained=[[False, True]] * 2), "trained"),
     (lambda: completion_labels(IDS.expand(3, -1), AttentionMask.rows([BRANCHES] * 2)), "mask"),
 ]
@@ -456,10 +438,8 @@ def compositions() -> Table:
         (lambda: Ulysses(ulysses, inner=Ring(ulysses)), share),
         (lambda: UPipe(ring, inner=AllGatherKV(ring)), share),
         (lambda: Ulysses(all_ring, inner=WallFacer(all_ring, team=2)), share),
-        (lambda: Ulysses(Axis.of(ulysses), inner=Ring(ulysses)), share),
         (lambda: Ulysses(all_ring, inner=Ring(flat)), share),
         (lambda: Ulysses(ulysses, inner=Ring(all_ring)), share),
-        (lambda: Ulysses(all_ring, inner=Ring(ring)), share),
         (lambda: Ulysses(ring, inner=Ulysses(ulysses, inner=Ring(ring))), share),
         (lambda: Ulysses(ulysses, inner=Ring(crossed["b"])), "across"),
         (lambda: Ulysses(turned["u"], inner=Ring(ring)), "across"),
@@ -477,7 +457,6 @@ def compositions() -> Table:
         (lambda: build_attention("ring+ring", over["nodes", "ulysses"]), "devices"),
         (lambda: build_attention("ring", two, team=2), "ring", "team=2"),
         (lambda: build_attention("ulysses", one, backward="keys"), "ulysses", "backward='keys'"),
-        (lambda: build_attention("token_ring", two, placement="p2p_intra"), "token_ring", "placement='p2p_intra'"),
         (lambda: build_attention("all_gather", two, heads_per_stage=2), "all_gather", "heads_per_stage=2"),
     ]
 
@@ -526,7 +505,6 @@ def calls() -> Table:
         (hidden(heads=(3, 3)), "3 ", "4", "heads"),
         (hidden(tokens=7), "7", "6"),
         (hidden(layout=None), "layout"),
-        (hidden(layout=three), "3 shards"),
         (hidden(mask=AttentionMask(documents=(0, 9, 31))), "31", "24"),
         (without_layout, "sequence(layout=attend.layout(length))"),
     ]
@@ -593,7 +571,6 @@ def context_parallel() -> Table:
         (lambda: cp.shard(ids, mask=AttentionMask(documents=[0, 5, 20]), documents=[0, 7, 20]), "mask", "documents"),
         (lambda: cp.shard(ids, **branches, **padded), "attention_mask"),
         (lambda: cp.reduce_gradients(hooked), "DDP"),
-        (lambda: cp.reduce_gradients(nn.Sequential(hooked)), "Sequential"),
         (lambda: cp.reduce_gradients(sharded), "FSDP2"),
         (lambda: cp.prepare(model), "Sequential"),
     ]
@@ -631,7 +608,6 @@ def dtensors() -> Table:
         (on_ranks(usp, x, local, x), "q DTensor, k local, v DTensor"),
         (on_ranks(usp, x, x, rows), "placed alike"),
         (on_ranks(usp, rows), "q is Replicate() on axis 'ulysses'", "[2, 16, 8, 16]", "Shard(dim=1)"),
-        (on_ranks(usp, of(Replicate(), Shard(1), Shard(2))), "q is Replicate() on axis 'ring'"),
         (on_ranks(ring, x), "q is Shard(dim=1) on axis 'ulysses'", "over axis 'ring'"),
         (on_ranks(usp, of(Shard(1), Shard(1), Shard(3))), "q is Shard(dim=3) on axis 'tp'"),
         (on_ranks(usp, of(*placed, heads=3)), "q is DTensor [2, 16, 3, 16]"),
@@ -672,7 +648,6 @@ def projected_dtensors() -> Table:
         return projected(ring, x=x, projections=Linear(weight), layout=ring.layout(length, kind), **options)
 
     sinks, x = dtensor(over, everywhere, 2), dtensor(over, on_tokens, 2, 16, 12)
-    on_ring = dtensor(built["ring"], [Shard(0)], 8, 12)
     pending = DTensor.from_local(torch.zeros(8, 12), over, [Replicate(), Partial()], run_check=False)
     weight = "parameter 0 of projections is "
     return [
@@ -685,7 +660,6 @@ def projected_dtensors() -> Table:
         ),
         (hidden(length=10, kind="zigzag"), "(3, 3, 2, 2) over axis 'ring'", "10 as (3, 3, 3, 1)"),
         (hidden(weight=(Shard(0), Replicate())), f"{weight}Shard(dim=0) on axis 'ring' of DTensor [8, 12]"),
-        (hidden(weight=on_ring), f"{weight}Shard(dim=0) on axis 'ring'", "Replicate()"),
         (hidden(weight=pending), f"{weight}Partial(sum) on axis 'tp'"),
         (hidden(weight=dtensor(over, on_heads, 7, 12)), f"{weight}DTensor [7, 12]", "2"),
         (hidden(weight=dtensor(ulysses, [Replicate()], 8, 12)), f"{weight}DTensor [8, 12]", "ulysses", "x is DTensor"),
@@ -711,42 +685,29 @@ def test_refusals_on_every_rank(worlds, ranks, table):
 # -- values that are accepted -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("documents", "stored"),
-    [
-        ({"documents": np.array([0, 3, 8])}, (0, 3, 8)),
-        ({"documents": torch.tensor([0, 3, 8], dtype=torch.int32)}, (0, 3, 8)),
-        ({"documents": [torch.tensor(0), torch.tensor(8)]}, (0, 8)),
-        ({"documents": [np.int32(0), np.int64(8)]}, (0, 8)),
-        ({"documents": [0, torch.tensor(3), np.int64(8)]}, (0, 3, 8)),
-        ({"documents": range(0, 9, 4)}, (0, 4, 8)),
-        ({"documents": np.array([[0, 3, 8], [0, 4, 8]])}, ((0, 3, 8), (0, 4, 8))),
-        ({"documents": [np.array([0, 8]), torch.tensor([0, 4, 8]), (0, 1, 8)]}, ((0, 8), (0, 4, 8), (0, 1, 8))),
-        ({"documents": [[torch.tensor(0), torch.tensor(8)]]}, ((0, 8),)),
-        ({"window": torch.tensor([2, 0])}, (2, 0)),
-        ({"window": np.array([2, 0])}, (2, 0)),
-        ({"window": [torch.tensor(2), None]}, (2, None)),
-        ({"window": [None, None]}, None),
-        ({"causal": np.bool_(False)}, False),
-    ],
-    ids=lambda value: repr(value)[:40],
-)
-def test_masks_are_kept_as_plain_numbers(documents, stored):
-    mask = AttentionMask(**documents)
-    ((name, _),) = documents.items()
-    actual = getattr(mask, name)
-    assert actual == stored and type(actual) is type(stored)
-    plain = [side for row in ([actual] if isinstance(actual, tuple) else []) for side in row]
-    assert all(type(number) in (int, tuple, type(None)) for number in plain)
-    assert hash(mask) == hash(AttentionMask(**{name: stored})) and mask == AttentionMask(**{name: stored})
-
-
-def test_numpy_integers_are_accepted():
-    assert UPipe(ALONE, heads_per_stage=np.int64(2)).heads_per_stage == 2
-    assert Teams(4, torch.tensor(2), "p2p_intra").ring_size == 1
+def test_arguments_of_masks_are_kept_as_plain_numbers():
+    accepted = [
+        ("documents", np.array([0, 3, 8]), (0, 3, 8)),
+        ("documents", [0, torch.tensor(3), np.int64(8)], (0, 3, 8)),
+        ("documents", range(0, 9, 4), (0, 4, 8)),
+        ("documents", [np.array([0, 8]), torch.tensor([0, 4, 8]), (0, 1, 8)], ((0, 8), (0, 4, 8), (0, 1, 8))),
+        ("window", torch.tensor([2, 0]), (2, 0)),
+        ("window", [torch.tensor(2), None], (2, None)),
+        ("window", [None, None], None),
+        ("causal", np.bool_(False), False),
+    ]
+    for name, argument, stored in accepted:
+        mask = AttentionMask(**{name: argument})
+        actual = getattr(mask, name)
+        assert actual == stored and type(actual) is type(stored), argument
+        numbers = actual if isinstance(actual, tuple) else ()
+        assert all(type(number) in (int, tuple, type(None)) for number in numbers), argument
+        assert hash(mask) == hash(AttentionMask(**{name: stored})) and mask == AttentionMask(**{name: stored})
 
 
 def test_numpy_numbers_are_accepted():
+    assert UPipe(ALONE, heads_per_stage=np.int64(2)).heads_per_stage == 2
+    assert Teams(4, torch.tensor(2), "p2p_intra").ring_size == 1
     q, k, v = (torch.randn(shape) for shape in (Q, KV, KV))
     plain = Local()(q, k, v, mask=CAUSAL, scale=0.5, softcap=2.0)
     assert torch.equal(Local()(q, k, v, mask=CAUSAL, scale=np.float32(0.5), softcap=np.int64(2)), plain)
@@ -754,9 +715,9 @@ def test_numpy_numbers_are_accepted():
 
 def test_empty_batches_are_accepted():
     q, k, v = (torch.zeros(0, *shape[1:], requires_grad=True) for shape in (Q, KV, KV))
-    for attend in (Local(), UPipe(ALONE)):
+    for attend, mask in ((Local(), CAUSAL), (Local(), chunked(2)), (UPipe(ALONE), CAUSAL)):
         for kernel in ("cpu_flash", "dense"):
-            out = attend(q, k, v, mask=CAUSAL, kernel=kernel)
+            out = attend(q, k, v, mask=mask, kernel=kernel)
             out.sum().backward()
             assert out.shape == q.shape and q.grad is not None
 

@@ -1,6 +1,7 @@
 """Traces of each rank's computation and exchanges in flight: events and their order, not durations."""
 
 import json
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -73,19 +74,13 @@ def test_trace_has_all_ranks_and_names_their_lanes(method, request):
             assert lane.startswith(f"exchange {event['args'].get('axis')}") or lane == "compute"
             assert (event["cat"] == "exchange") == lane.startswith("exchange")
             assert event["ts"] > 0 and event["dur"] >= 0 and event["args"]["phase"] in ("forward", "backward")
-
-
-@pytest.mark.parametrize("method", ["ring", "usp"])
-def test_spans_of_a_lane_are_disjoint_or_nested(method, request):
-    events, _ = request.getfixturevalue(method)
-    for rank in range(P):
-        for lane in {event["tid"] for event in events}:
-            open_spans: list[Event] = []
-            for event in sorted(spans(events, rank, tid=lane), key=lambda event: (event["ts"], -event["dur"])):
-                while open_spans and end(open_spans[-1]) <= event["ts"] + 1e-6:
-                    open_spans.pop()
-                assert not open_spans or (end(event) <= end(open_spans[-1]) + 1e-6 and event["cat"] != "exchange")
-                open_spans.append(event)
+    for rank, lane in product(range(P), {event["tid"] for event in events}):  # spans are disjoint or nested
+        open_spans: list[Event] = []
+        for event in sorted(spans(events, rank, tid=lane), key=lambda event: (event["ts"], -event["dur"])):
+            while open_spans and end(open_spans[-1]) <= event["ts"] + 1e-6:
+                open_spans.pop()
+            assert not open_spans or (end(event) <= end(open_spans[-1]) + 1e-6 and event["cat"] != "exchange")
+            open_spans.append(event)
 
 
 @pytest.mark.parametrize("method", ["ring", "usp"])
