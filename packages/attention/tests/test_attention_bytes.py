@@ -13,6 +13,7 @@ from typing import get_args
 import pytest
 import torch
 from fake_ranks import on_fake_ranks
+from split_states import Split
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, Ring, UPipe, WallFacer
 from armillary.attention.comm_plans.comm_plan import Role
@@ -27,27 +28,6 @@ from conformance.case import CAUSAL
 
 FULL = AttentionMask(causal=False)
 KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter")
-
-
-class Columns:
-    """Projections that split hidden states into q, k and v."""
-
-    def __init__(self, work: AttentionShape) -> None:
-        self.heads, self.key_heads = len(work.key_heads), work.kv_heads
-        self.dims = [self.heads * work.head_dim, self.key_heads * work.head_dim, self.key_heads * work.value_dim]
-
-    def q(self, x: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-        return self._column(x, 0, self.heads)[:, :, list(heads)]
-
-    def kv(self, x: torch.Tensor, heads: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = (self._column(x, i, self.key_heads)[:, :, list(heads)] for i in (1, 2))
-        return k, v
-
-    def _column(self, x: torch.Tensor, i: int, heads: int) -> torch.Tensor:
-        return x.split(self.dims, dim=-1)[i].unflatten(-1, (heads, -1))
-
-    def parameters(self) -> tuple[torch.Tensor, ...]:
-        return ()
 
 
 def work_of(case: Case, layout: SequenceLayout, key_layout: SequenceLayout, projected: bool) -> AttentionShape:
@@ -71,8 +51,8 @@ def attend(method, work: AttentionShape) -> CommLedger:
     tokens, keys = (layout.refine(within).sizes[method.shard] for layout in (work.layout, work.key_layout))
     with CommLedger() as ledger:
         if work.projected:
-            columns = Columns(work)
-            x = torch.randn(work.batch, tokens, sum(columns.dims), dtype=work.dtype, requires_grad=True)
+            columns = Split(len(work.key_heads), work.kv_heads, work.head_dim, work.value_dim)
+            x = torch.randn(work.batch, tokens, columns.width, dtype=work.dtype, requires_grad=True)
             method.projected(x, columns, mask=work.mask, layout=work.layout).sum().backward()
         else:
             shapes = (tokens, work.q), (keys, work.k), (keys, work.v)

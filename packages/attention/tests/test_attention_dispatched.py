@@ -2,7 +2,7 @@
 
 import torch
 from fake_ranks import on_fake_ranks
-from torch import Tensor, nn
+from split_states import Split
 
 from armillary.attention import AttentionMask
 from armillary.core import CommLedger
@@ -38,32 +38,13 @@ def test_every_method():
             assert dispatched == booked and booked, composition
 
 
-class Columns:
-    """Projections by linear layers."""
-
-    heads, key_heads = H, K
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        self.query, self.key, self.value = (nn.Linear(4, n * D, bias=False) for n in (H, K, K))
-
-    def q(self, x: Tensor, heads: range) -> Tensor:
-        return self.query(x).unflatten(-1, (-1, D))[:, :, list(heads)]
-
-    def kv(self, x: Tensor, heads: range) -> tuple[Tensor, Tensor]:
-        k, v = (layer(x).unflatten(-1, (-1, D))[:, :, list(heads)] for layer in (self.key, self.value))
-        return k, v
-
-    def parameters(self) -> tuple[Tensor, ...]:
-        return tuple(p for layer in (self.query, self.key, self.value) for p in layer.parameters())
-
-
 def projected(name: str) -> tuple[dict, dict]:
     attend = Composition.of(name, ring=2, ulysses=2).build()
     layout = attend.layout(N)
-    x = torch.randn(B, layout.sizes[attend.shard], 4, requires_grad=True)
+    split = Split(H, K, D)
+    x = torch.randn(B, layout.sizes[attend.shard], split.width, requires_grad=True)
     with Dispatched() as dispatched, CommLedger() as ledger:
-        attend.projected(x, Columns(), mask=MASKS[0], layout=layout).sum().backward()
+        attend.projected(x, split, mask=MASKS[0], layout=layout).sum().backward()
     return dispatched.sent, Dispatched.of(ledger)
 
 

@@ -1,9 +1,10 @@
 """Placements that attention on DTensors accepts; the conformance suite compares its results."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import product
 
 import torch
+from split_states import Split
 from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -30,31 +31,16 @@ def every_placement() -> dict[str, dict[tuple[Placement, ...], str]]:
     layout, mask = attend.layout(8, kind="contiguous"), AttentionMask()
     messages: dict[str, dict[tuple[Placement, ...], str]] = {"q": {}, "x": {}}
     for placed in product(PLACEMENTS, repeat=2):
-        q, x = (place(random(*shape), over, placed) for shape in ((B, 8, 4, D), (B, 8, 4)))
+        q, x = (place(random(*shape), over, placed) for shape in ((B, 8, 4, D), (B, 8, 3 * D)))
         calls = {
             "q": lambda q=q: attend(q, q, q, mask=mask, layout=layout),
-            "x": lambda x=x: attend.projected(x, Same(), mask=mask, layout=layout),
+            "x": lambda x=x: attend.projected(x, Split(1, 1, D), mask=mask, layout=layout),
         }
         for name, call in calls.items():
             with CommLedger() as ledger:
                 messages[name][placed] = refusal_of(call)
             assert not messages[name][placed] or ledger.bytes() == 0
     return messages
-
-
-class Same:
-    """Projections that split x without weights."""
-
-    heads = key_heads = 1
-
-    def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
-        return x.unsqueeze(2)
-
-    def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
-        return x.unsqueeze(2), x.unsqueeze(2)
-
-    def parameters(self) -> list[Tensor]:
-        return []
 
 
 def refusal_of(call: Callable[[], object]) -> str:

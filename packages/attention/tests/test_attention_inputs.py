@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from split_states import Split
 from torch import Tensor
 
 from armillary.attention import (
@@ -39,6 +40,7 @@ from armillary.core.testing import mesh, relative_error
 
 N, HEADS, KEY_HEADS, DIM = 24, 4, 2, 8
 CAUSAL = AttentionMask()
+SPLIT = Split(HEADS, KEY_HEADS, DIM)
 
 # -- memory orders ----------------------------------------------------------------------------------------------------
 
@@ -240,8 +242,8 @@ def test_result_can_be_modified_in_place(attend):
     lse.detach().add_(1)
     with torch.no_grad():
         attend(q, k, v, mask=CAUSAL).add_(1)
-    x = torch.randn(1, N, 16)
-    assert torch.equal(attend.projected(x, Same(), mask=CAUSAL).add_(1), attend.projected(x, Same(), mask=CAUSAL) + 1)
+    x = torch.randn(1, N, SPLIT.width)
+    assert torch.equal(attend.projected(x, SPLIT, mask=CAUSAL).add_(1), attend.projected(x, SPLIT, mask=CAUSAL) + 1)
 
 
 def tangent(inputs: list[Tensor], dual_index: int) -> Tensor:
@@ -261,21 +263,6 @@ def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return Local()(q, k, v, mask=CAUSAL)
 
 
-class Same:
-    """Projections that split x without weights."""
-
-    heads = key_heads = 1
-
-    def q(self, x: Tensor, heads) -> Tensor:
-        return x.unsqueeze(2)
-
-    def kv(self, x: Tensor, heads) -> tuple[Tensor, Tensor]:
-        return x.unsqueeze(2), x.unsqueeze(2)
-
-    def parameters(self) -> list[Tensor]:
-        return []
-
-
 TRANSFORMS = {
     "jvp": lambda q, k, v: torch.func.jvp(lambda q: attended(q, k, v), (q,), (torch.ones_like(q),)),
     "grad": lambda q, k, v: torch.func.grad(lambda q: attended(q, k, v).sum())(q),
@@ -283,7 +270,9 @@ TRANSFORMS = {
     "vmap": lambda q, k, v: torch.func.vmap(lambda q: attended(q, k, v))(torch.stack([q, q])),
     "jacfwd": lambda q, k, v: torch.func.jacfwd(lambda v: attended(q, k, v).sum())(v),
     "projected": lambda q, k, v: torch.func.jvp(
-        lambda x: Local().projected(x, Same(), mask=CAUSAL), (torch.ones(1, N, 16),), (torch.ones(1, N, 16),)
+        lambda x: Local().projected(x, SPLIT, mask=CAUSAL),
+        (torch.ones(1, N, SPLIT.width),),
+        (torch.ones(1, N, SPLIT.width),),
     ),
 }
 
