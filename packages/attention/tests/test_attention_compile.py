@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from armillary.attention import AttentionMask, Local, Method, Slice, Ulysses, UPipe, build_attention
 from armillary.attention.kernels import Dense
@@ -17,6 +18,8 @@ from armillary.attention.parts import ProjectionParts
 from armillary.core import Axis, SequenceLayout
 from armillary.core.parts import pack, register_as_tensor, unpack
 from armillary.core.testing import mesh
+from conformance import Case
+from conformance.calling import Linear
 
 N, H, K, D = 22, 4, 2, 8
 MASKS = [
@@ -197,6 +200,30 @@ def test_sinks_of_projections_in_stages_are_in_the_graph(shape):
         out = function(x, sinks)
         results.append([out, *torch.autograd.grad(out, leaves, dout)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def projected_dtensors() -> bool:
+    """Returns whether results from DTensors of hidden states and weights are the same bits in one graph."""
+    torch._dynamo.reset()
+    over = mesh(ulysses=2)["ulysses"]
+    attend, case = Ulysses(over), Case(heads=H, kv_heads=K, head_dim=D, value_dim=D)
+    layout, generator = attend.layout(11, "contiguous"), torch.Generator().manual_seed(0)
+    shapes = [(2, 11, 6), *((heads * D, 6) for heads in (H, K, K))]
+    full, placements = [torch.randn(shape, generator=generator) for shape in shapes], [Shard(1), *[Replicate()] * 3]
+    leaves = [distribute_tensor(x, over, [p]).requires_grad_() for x, p in zip(full, placements, strict=True)]
+
+    def call(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
+        return attend.projected(x, Linear(wq, wk, wv, case), mask=MASKS[0], layout=layout)
+
+    results = []
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        out = run(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    return all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(*results, strict=True))
+
+
+def test_dtensors_of_hidden_states_are_in_the_graph(worlds):
+    assert all(worlds(2).run(projected_dtensors))
 
 
 def test_wrong_arguments_raise_in_and_outside_of_graphs():
