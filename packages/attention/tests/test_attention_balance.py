@@ -5,13 +5,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.comm_plans.rings import TokenRingPlan
 from armillary.attention.mask.attention_mask import layout_of
-from armillary.attention.methods.wallfacer import Teams, fitting_teams
+from armillary.attention.methods.wallfacer import Teams
 from armillary.attention.plans import MethodOptions, named_method
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
@@ -125,21 +123,6 @@ def test_teams_share_documents_shorter_than_a_shard():
     assert max(ranks_of(teams, contiguous, mask, "keys")) * 8 == 2 * mask.pairs(N)
     layout = teams.by_teams(teams.layout(N, "balanced", mask))
     assert [layout.spans(team) for team in (0, 3)] == [(range(0, N // 2, 2),), (range(1, N // 2, 2),)]
-
-
-@settings(max_examples=25)
-@given(
-    st.integers(1, 40).flatmap(lambda p: st.tuples(st.just(p), st.sampled_from(fitting_teams(p)))), st.integers(0, 99)
-)
-def test_every_shard_is_dealt_to_a_team_of_each_group_and_ring(world, extra):
-    teams = Teams(*world, "collect_intra")
-    dealt = [[teams.dealt_team(shard, group) for group in range(teams.team_size)] for shard in range(teams.ring_size)]
-    assert sorted(team for shard in dealt for team in shard) == list(range(teams.ranks // teams.team_size))
-    for shard in dealt:
-        assert [team // teams.ring_size for team in shard] == list(range(teams.team_size))
-        assert sorted(team % teams.team_size for team in shard) == list(range(teams.team_size))
-    layout = teams.layout(teams.ranks + extra, "balanced")
-    assert layout.length == teams.ranks + extra and max(layout.sizes) - min(layout.sizes) <= 1
 
 
 @pytest.mark.parametrize(("shards", "seed"), [(4, 0), (8, 1), (8, 2)])

@@ -107,8 +107,8 @@ def all_wrong(chosen: Sequence[tuple[Composition, Sequence[Case]]]) -> list[str]
 
 
 SMALL = Case(batch=1, length=64, head_dim=8, value_dim=8, dtype=torch.float32)
-EVEN = [replace(SMALL, mask=FULL, kv_heads=k, dtype=dtype) for k, dtype in ((8, torch.bfloat16), (2, torch.float32))]
-"""A full mask with even shards and heads, for which plans are closed forms."""
+EVEN = [replace(SMALL, mask=FULL, kv_heads=key_heads, dtype=torch.bfloat16) for key_heads in (2, 1)]
+"""A full mask with even shards and heads, for which plans are closed forms; ranks of a head axis share key heads."""
 
 
 def sample(seed: int, some: int) -> list[Case]:

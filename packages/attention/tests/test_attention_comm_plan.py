@@ -189,17 +189,6 @@ def test_causal_zigzag_sends_three_quarters(method):
             assert 4 * sum(rank[phase] for rank in part) == 3 * sum(rank[phase] for rank in full)
 
 
-def test_neighbours_get_the_tokens_within_a_window():
-    """A window of 3 previous tokens: the last 3 of a contiguous shard travel one hop, and their gradients back."""
-    token = 2 * B * H * D * 4
-    window = work_of(H, mask=AttentionMask(window=(3, None)), kind="contiguous")
-    assert sent_bytes(RingPlan("keys").comm_plan(window)) == [
-        (3 * token * (r < P - 1), 3 * token * (r < P - 1) + 3 * token * (r > 0)) for r in range(P)
-    ]
-    alone = work_of(H, mask=AttentionMask(window=(0, 0)), kind="contiguous")
-    assert sent_bytes(build_comm_plan("token_ring", alone, P)) == [(0, 0)] * P
-
-
 # -- step by step -----------------------------------------------------------------------------------------------------
 
 CALLS = [
