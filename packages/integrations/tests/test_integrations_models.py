@@ -63,7 +63,7 @@ class Case:
 
     @property
     def limits(self) -> tuple[float, float]:
-        """Largest errors of outputs and gradients. RoPE's angles are in float32, equal on both sides if they restart."""
+        """Largest errors of outputs and gradients. RoPE's angles are float32, equal if both restart."""
         if self.given == "batch":
             return 1e-12, 1e-12
         if self.name in STATES:

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from armillary.attention import ContextParallel
 from armillary.core.testing import mesh, relative_error
@@ -57,7 +56,7 @@ def sharded_step(groups: int, fsdp: bool) -> tuple[float, float]:
     return abs(float(loss.detach()) - expected_loss) / expected_loss, max(errors)
 
 
-@pytest.mark.parametrize(("groups", "fsdp"), [(1, True), (2, True), (1, False)])
+@pytest.mark.parametrize(("groups", "fsdp"), [(2, True), (1, False)])
 def test_loss_and_gradients_equal_one_rank(worlds, groups, fsdp):
     for loss_error, gradient_error in worlds(RANKS).run(sharded_step, groups, fsdp):
         assert loss_error < 1e-6  # Mistral computes norms and loss in float32
@@ -87,16 +86,3 @@ def test_parameters_averaged_over_other_ranks_are_named(worlds):
         assert "lm_head.weight" in left_out and "[0, 1, 2, 3]" in left_out
         assert "lm_head.weight" in left_out_reentrant
         assert "model.layers.0.self_attn.q_proj.weight" in without_ring and "[0, 1, 2, 3]" in without_ring
-
-
-def ddp_refusal() -> str:
-    axes = mesh(shard=2, ring=2)
-    cp = ContextParallel("ring", axes, data="shard")
-    model = DistributedDataParallel(cp.prepare(new_model()), process_group=axes["shard"].get_group())
-    with cp.shard(tokens(0)) as batch, pytest.raises(ValueError) as raised:
-        cp.loss(model(**batch.inputs).loss, batch)
-    return str(raised.value)
-
-
-def test_ddp_over_another_process_group_is_refused(worlds):
-    assert all("model.embed_tokens.weight" in refusal for refusal in worlds(RANKS).run(ddp_refusal))

@@ -1,5 +1,6 @@
 """Models of transformers with one output per row: right on every rank, or refused by the output's name."""
 
+import re
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -52,9 +53,9 @@ def gradients(model) -> list[torch.Tensor]:
     return [p.grad for name, p in sorted(model.named_parameters()) if "k_proj.bias" not in name]
 
 
-def errors_of_classifiers(method: str, axes: dict[str, int]):
+def errors_of_classifiers() -> dict[str, float]:
     """For each classifier: relative errors of scores and loss, and the largest one of a gradient."""
-    cp, errors = ContextParallel(method, mesh(**axes)), {}
+    cp, errors = ContextParallel("usp", mesh(ring=2, ulysses=2)), {}
     ids, attention_mask = padded_rows()
     for name, settings in CLASSIFIERS.items():
         plain = build(name, "ForSequenceClassification", **settings | {"num_labels": 3})
@@ -69,9 +70,8 @@ def errors_of_classifiers(method: str, axes: dict[str, int]):
     return errors
 
 
-@pytest.mark.parametrize(("method", "axes"), [("ring", {"ring": 2}), ("usp", {"ring": 2, "ulysses": 2})])
-def test_scores_of_padded_rows_equal_one_rank(worlds, method, axes):
-    for errors in worlds(2 ** len(axes)).run(errors_of_classifiers, method, axes):
+def test_scores_of_padded_rows_equal_one_rank(worlds):
+    for errors in worlds(4).run(errors_of_classifiers):
         assert all(error < 1e-6 for error in errors.values()), errors  # norms are in float32
 
 
@@ -144,16 +144,12 @@ def calls(cases: list) -> list[str]:
     return [prepared_call(*case) for case in cases]
 
 
-def test_outputs_of_one_shard_are_refused_by_name(worlds):
-    for errors in worlds(2).run(calls, [case[:4] for case in REFUSED.values()]):
-        for (name, case), error in zip(REFUSED.items(), errors, strict=True):
-            with pytest.raises(ValueError, match=case[4]):
-                raise ValueError(error or f"{name} was accepted")
-
-
-def test_outputs_of_tokens_are_accepted(worlds):
-    for errors in worlds(2).run(calls, list(ACCEPTED.values())):
-        assert errors == [""] * len(ACCEPTED), errors
+def test_outputs_of_one_shard_are_refused_by_name_and_those_of_tokens_accepted(worlds):
+    refused, accepted = [case[:4] for case in REFUSED.values()], list(ACCEPTED.values())
+    for errors in worlds(2).run(calls, refused + accepted):
+        for (name, case), error in zip(REFUSED.items(), errors, strict=False):
+            assert re.search(case[4], error), (name, error)
+        assert not any(errors[len(REFUSED) :]), errors
 
 
 class WithImages(transformers.LlamaModel):
@@ -229,18 +225,3 @@ def test_gradients_of_scores_averaged_over_other_ranks_are_refused(worlds):
         assert "[0, 1, 2, 3]" in fsdp
         assert "score.weight" in left_out or "embed_tokens.weight" in left_out
         assert "embed_tokens.weight" in ddp and "[0, 1, 2, 3]" in ddp
-
-
-def refusal_when_compiled() -> str:
-    axes = mesh(shard=1, ring=2)
-    cp = ContextParallel("ring", axes)
-    model = cp.prepare(build("Llama", "ForSequenceClassification", **CLASSIFIERS["Llama"] | {"num_labels": 3}))
-    fully_shard(model, mesh=axes["shard"])
-    with pytest.raises(ValueError) as raised:
-        classifier_step(cp, torch.compile(model, backend="eager"))
-    return str(raised.value)
-
-
-@pytest.mark.long
-def test_a_compiled_classifier_refuses_averages_over_other_ranks(worlds):
-    assert all("[0, 1]" in refusal for refusal in worlds(2).run(refusal_when_compiled))

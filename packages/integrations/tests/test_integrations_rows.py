@@ -16,7 +16,7 @@ from armillary.integrations.transformers.positions import repeats_positions
 
 transformers = pytest.importorskip("transformers")
 
-LENGTH, RANKS = 45, 4
+LENGTH, RANKS = 45, 2
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": 0}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4}
 ENDS = [0, 20, LENGTH]
@@ -128,18 +128,13 @@ def test_packed_rows_equal_one_rank(worlds):
             assert max(errors(actual, expected[name.split(",")[0]])) < 1e-5, name
 
 
-def test_a_collators_boundaries_may_repeat():
-    ids = tokens()[:1]
+def test_boundaries_may_repeat_and_position_ids_may_restart_beside_a_mask_with_documents():
+    ids, cp = tokens(), ContextParallel(Local())
     for ends in (PADDED, PADDED.numpy()):
-        batch, _ = shard_inputs(ContextParallel(Local()), {"input_ids": ids, "cu_seq_lens_q": ends, "max_length_q": 25})
+        batch, _ = shard_inputs(cp, {"input_ids": ids[:1], "cu_seq_lens_q": ends, "max_length_q": 25})
         assert batch.documents == tuple(ENDS)
-
-
-def test_position_ids_may_restart_beside_a_mask_with_documents():
-    ids, restarting = tokens(), ROWS["boundaries"]["position_ids"]
-    batch = ContextParallel(Local()).shard(
-        ids, position_ids=restarting, attention_mask=torch.ones_like(ids), documents=ENDS
-    )
+    restarting = ROWS["boundaries"]["position_ids"]
+    batch = cp.shard(ids, position_ids=restarting, attention_mask=torch.ones_like(ids), documents=ENDS)
     assert batch.documents == (tuple(ENDS),) * 2
 
 
@@ -157,21 +152,14 @@ def test_a_bidirectional_model_finds_no_documents_in_position_ids():
 
 # -- labels -----------------------------------------------------------------------------------------------------------
 
-OTHER_LOSSES = (
-    "ModernBertForMaskedLM",
-    "BertForMaskedLM",
-    "MistralForTokenClassification",
-    "GPT2ForTokenClassification",
-)
+OTHER_LOSSES = ("ModernBertForMaskedLM", "BertForMaskedLM", "MistralForTokenClassification")
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [(name, False) for name in (*OTHER_LOSSES, "BertForPreTraining", "LlamaForSequenceClassification")]
-    + [(name, True) for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "BertModel", "GPT2DoubleHeadsModel")],
-)
-def test_the_loss_of_a_model_is_read_from_it(name, expected):
-    assert predicts_next_token(new_model(name)) == expected
+def test_the_loss_of_a_model_is_read_from_it():
+    own = (*OTHER_LOSSES, "GPT2ForTokenClassification", "BertForPreTraining", "LlamaForSequenceClassification")
+    next_token = ("LlamaForCausalLM", "GPT2LMHeadModel", "BertModel", "GPT2DoubleHeadsModel")
+    actual = {name: predicts_next_token(new_model(name)) for name in (*own, *next_token)}
+    assert actual == dict.fromkeys(own, False) | dict.fromkeys(next_token, True)
 
 
 def masked_labels(ids: torch.Tensor) -> torch.Tensor:
@@ -181,7 +169,7 @@ def masked_labels(ids: torch.Tensor) -> torch.Tensor:
 
 def results_of_other_losses() -> list[tuple[str, tuple]]:
     results = []
-    for name in ("ModernBertForMaskedLM", "BertForMaskedLM", "MistralForTokenClassification"):
+    for name in OTHER_LOSSES:
         cp, ids = ContextParallel("ring", mesh(ring=RANKS)), tokens()
         model = cp.prepare(new_model(name))
         for refused in ({"labels": ids}, {"labels": ids, "documents": ENDS}):
@@ -260,7 +248,7 @@ def cache_of(output) -> bool:
 # -- position ids of images -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Glm4v", "Qwen2_5OmniThinker"])
-def test_models_with_several_position_ids_are_recognized(name):
-    assert repeats_positions(getattr(transformers, f"{name}TextModel"))
+def test_models_with_several_position_ids_are_recognized():
+    for name in ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3_5", "Glm4v", "Qwen2_5OmniThinker"):
+        assert repeats_positions(getattr(transformers, f"{name}TextModel")), name
     assert not repeats_positions(transformers.LlamaModel)
