@@ -49,16 +49,13 @@ def test_a_wrong_gradient_is_named_on_every_rank(worlds):
     assert worlds(4).run(wrong_tensors) == [{"dk"}] * 4
 
 
-def test_results_that_differ_between_runs_are_named():
+def test_results_that_differ_between_runs_are_named_and_dtypes_without_a_limit_refused():
+    with pytest.raises(ValueError, match="bfloat16"):
+        check_method(Local(), dtype=torch.bfloat16)
     report = check_method(NoisyOut(), layouts=["contiguous"])
     assert "out" in {name.split(": ")[1] for name in report.differing}
     with pytest.raises(AssertionError, match="out"):
         report.assert_right()
-
-
-def test_dtypes_without_a_limit_are_refused():
-    with pytest.raises(ValueError, match="bfloat16"):
-        check_method(Local(), dtype=torch.bfloat16)
 
 
 def test_the_example_of_the_readme_runs():

@@ -1,6 +1,7 @@
 """`check_model` names planted mistakes and passes right models."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ def test_check_names_planted_mistakes(worlds, fault):
     report = check_model(
         **check_arguments(fault, convolution=fault == "no halo"),
         documents=DOCUMENTS if fault in ("documents", *variants) else None,
+        world_size=2,
         variants=variants,
         limit=1e-9,
         worlds=worlds,
@@ -62,17 +64,34 @@ def test_a_shared_mask_makes_all_earlier_layers_wrong(errors, shared):
     assert (layers_share_backward(Evidence(comparison)) is not None) == shared
 
 
-def test_three_wrong_ranks_are_run_on_six_too(worlds):
-    report = check_model(**check_arguments("averaged"), world_size=3, tokens=48, variants=[], limit=1e-9, worlds=worlds)
-    other = report.evidence.other_ranks
-    assert other is not None
-    assert other.run.ranks == 6  # half of three would be the reference itself
+class DoubledGradients:
+    """Worlds in this process whose ranks, all alike, have wrong gradients; of one rank they are right."""
+
+    def __init__(self):
+        self.size, self.sizes = 0, list[int]()
+
+    def __call__(self, size):
+        self.size = size
+        self.sizes.append(size)
+        return self
+
+    def run(self, function, *arguments, timeout):
+        record = function(*arguments)
+        gradients = {name: x * (1 if self.size == 1 else 2) for name, x in record.gradients.items()}
+        return [replace(record, gradients=gradients)] * self.size
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
-def test_check_passes_right_models(worlds, dtype):
+def test_three_wrong_ranks_are_run_on_six_too():
+    worlds = DoubledGradients()
+    report = check_model(micro_step_model, micro_step, world_size=3, tokens=48, variants=[], worlds=worlds)
+    assert not report.right and set(worlds.sizes) == {1, 3, 6}  # half of three would be the reference itself
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), [(4, torch.float64), (2, torch.bfloat16)])
+def test_check_passes_right_models(worlds, ranks, dtype):
     report = check_model(
         **check_arguments("", convolution=True),
+        world_size=ranks,
         documents=DOCUMENTS,
         dtype=dtype,
         variants=["recompute", "two micro-batches"],
@@ -82,23 +101,28 @@ def test_check_passes_right_models(worlds, dtype):
     assert report.diagnoses == ()
 
 
-@pytest.mark.parametrize("runs_backward", [True, False])
-def test_both_micro_batches_run_backward(runs_backward):
-    def build():
-        return torch.nn.Sequential(torch.nn.Embedding(64, 4), torch.nn.Linear(4, 64))
+def micro_step_model():
+    return torch.nn.Sequential(torch.nn.Embedding(64, 4), torch.nn.Linear(4, 64))
 
-    def step(model, batch):
-        loss = torch.nn.functional.cross_entropy(model(batch.ids).flatten(0, 1), batch.shifted_labels.flatten())
-        if runs_backward:
-            loss.backward()
-        return loss
 
+def micro_step(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch.ids).flatten(0, 1), batch.shifted_labels.flatten())
+
+
+def micro_step_with_backward(model, batch):
+    loss = micro_step(model, batch)
+    loss.backward()
+    return loss
+
+
+@pytest.mark.parametrize("step", [micro_step, micro_step_with_backward])
+def test_both_micro_batches_run_backward(step):
     run = CheckRun(ranks=1, tokens=16, variant="two micro-batches")
-    actual = run_step(build, step, None, run).gradients
+    actual = run_step(micro_step_model, step, None, run).gradients
     torch.manual_seed(run.seed)
-    model = build().double()
+    model = micro_step_model().double()
     for batch in run.batches():
-        torch.nn.functional.cross_entropy(model(batch.ids).flatten(0, 1), batch.shifted_labels.flatten()).backward()
+        micro_step(model, batch).backward()
     for name, parameter in model.named_parameters():
         assert torch.equal(actual[name], parameter.grad)
 
@@ -109,16 +133,16 @@ def test_the_fixture_fails_with_the_mistake(context_parallel_check):
         context_parallel_check(world_size=2, variants=[], limit=1e-9, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"world_size": 1}, "world_size"),
-        ({"dtype": torch.int64}, "int64"),
-        ({"variants": ["recompute", "faster"]}, "faster"),
-        ({"documents": [0, 70]}, "70"),
-        ({"tokens": 3}, "tokens"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_ranks_start(arguments, named):
-    with pytest.raises(ValueError, match=named):
-        check_model(**check_arguments(""), **arguments)
+REFUSED = [
+    ({"world_size": 1}, "world_size"),
+    ({"dtype": torch.int64}, "int64"),
+    ({"variants": ["recompute", "faster"]}, "faster"),
+    ({"documents": [0, 70]}, "70"),
+    ({"tokens": 3}, "tokens"),
+]
+
+
+def test_wrong_arguments_are_refused_before_ranks_start():
+    for arguments, named in REFUSED:
+        with pytest.raises(ValueError, match=named):
+            check_model(**check_arguments(""), **arguments)
