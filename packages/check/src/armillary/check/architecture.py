@@ -89,7 +89,7 @@ def document_boundaries(tokens: int) -> tuple[int, ...]:
 
 
 class InFloat64(TorchFunctionMode):
-    """Mode that ignores a model's casts from float64 to float32, so that rounding does not hide errors of shards."""
+    # Rounding to float32 would hide errors of shards.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -131,7 +131,7 @@ def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave_out_pooled(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Forward hook: leaves out the output that a text model of CLIP pools in its own forward, without a module."""
+    # A text model of CLIP pools in its own forward, without a module.
     if not isinstance(output, Mapping) or "pooler_output" not in output:
         return output
     outputs: Mapping[str, Any] = output
@@ -263,6 +263,5 @@ def _is_mechanism(layer: type) -> bool:
 
 
 def _selects(layer: type) -> bool:
-    """Returns True if a method of a class calls topk."""
     methods = [unwrap(x) for x in vars(layer).values() if isinstance(x, FunctionType)]  # without torch.no_grad
     return any("topk" in method.__code__.co_names for method in methods)

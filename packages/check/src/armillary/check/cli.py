@@ -32,8 +32,6 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports wrong arguments in one line."""
-
     def error(self, message: str) -> NoReturn:
         self.exit(NOT_CHECKED, f"{PROGRAM}: {message}\n")
 

@@ -113,7 +113,6 @@ class Comparison:
 
     @property
     def mean_error(self) -> float:
-        """Root mean square of the errors of all tensors."""
         return (sum(x.error**2 for x in self.tensors) / len(self.tensors)) ** 0.5
 
     @property
@@ -185,7 +184,6 @@ of parameters, so the gradients of activations are larger by the number of ranks
 
 
 def _rounding_errors(rounded: RankRecord, expected: RankRecord) -> dict[str, float]:
-    """Returns the error of the record with other rounding, by name of the tensor."""
     floor = gradient_floor(expected.gradients)
     pairs = {name: (getattr(rounded, key), getattr(expected, key), 0.0) for name, key, _ in TOKEN_TENSORS}
     pairs |= {name: (rounded.activations.get(name), exact, 0.0) for name, exact in expected.activations.items()}
@@ -277,7 +275,6 @@ def _median_factor(pairs: Sequence[tuple[Tensor, Tensor]], default: float) -> fl
 def _gradient_errors(
     records: Sequence[RankRecord], expected: RankRecord, limit_of: Callable[[str], float]
 ) -> tuple[tuple[GradientError, ...], tuple[str, ...]]:
-    """Returns the errors of the parameters' gradients, and the names in `Comparison.untrained`."""
     floor = gradient_floor(expected.gradients)
     errors, untrained = list[GradientError](), list[str]()
     for name, gradient in expected.gradients.items():

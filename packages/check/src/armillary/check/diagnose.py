@@ -367,7 +367,6 @@ def _first_beyond_window(comparison: Comparison) -> int | None:
 
 
 def _layer(name: str) -> int | None:
-    """Returns the number of the layer in a module's or a parameter's name."""
     number = re.search(r"(?:^|\.)(\d+)\.", f"{name}.")
     return None if number is None else int(number[1])
 
@@ -419,6 +418,5 @@ def spans(tokens: Tensor) -> str:
 
 
 def list_names(names: Sequence[str], limit: int = 4) -> str:
-    """Returns the first names of a list and the number of further ones."""
     hidden_count = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {hidden_count} more" if hidden_count > 0 else "")

@@ -61,7 +61,6 @@ class MethodReport:
         assert not wrong, "; ".join(wrong)
 
     def show(self) -> None:
-        """Prints a table of all errors."""
         rows = [("mask", "layout", "tensor", "error")]
         rows += [(error.mask, error.layout, error.tensor, f"{error.error:.2g}") for error in self.errors]
         print("\n".join(align_columns(rows)))
@@ -125,13 +124,11 @@ def check_method(
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _results(attend: Callable[..., tuple[Tensor, Tensor]], tensors: Tensors) -> dict[str, Tensor]:
-    """Runs attention forward, and backward from the gradient `dout`."""
     q, k, v = (tensors[name].detach().requires_grad_() for name in "qkv")
     out, lse = attend(q, k, v, return_lse=True)
     grads = torch.autograd.grad(out, (q, k, v), tensors["dout"])

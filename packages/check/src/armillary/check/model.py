@@ -69,7 +69,6 @@ class ModelReport:
         assert self.right, "\n".join([*map(str, self.diagnoses), *wrong])
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as JSON values."""
         return {
             "title": self.title,
             "right": self.right,
@@ -112,7 +111,6 @@ def _cell(error: TensorError | None) -> str:
 
 
 def _wrong_tensors(comparison: Comparison) -> list[str]:
-    """Returns lines on the wrong tokens and parameters of a run, and on its shards."""
     lines = [
         f"  {x.name}: tokens {spans(x.wrong_tokens)} are wrong"
         for x in comparison.tokens
@@ -128,7 +126,6 @@ def _wrong_tensors(comparison: Comparison) -> list[str]:
 
 
 def _run_dict(comparison: Comparison) -> dict[str, Any]:
-    """Returns one run of the report as JSON values."""
 
     def value(error: float) -> float | None:
         return float(f"{error:.3g}") if error == error and error != float("inf") else None  # JSON has no infinity
@@ -265,7 +262,6 @@ class _Runs:
     """Run on one rank in float64 -> (its record, the record with other rounding, or None if a limit is given)."""
 
     def compare(self, run: CheckRun, records: Sequence[RankRecord] | None = None) -> Comparison:
-        """Compares the records of a run's ranks, by default of a new run, with those of one rank."""
         records = self.sharded_records(run) if records is None else records
         # Recompute and compile must not change any number: they are compared with the plain step of one rank.
         variant = run.variant if run.variant == "two micro-batches" else "plain"
@@ -279,7 +275,6 @@ class _Runs:
         return compare(run, records, *self.one_rank[exact_run], self.limit)
 
     def sharded_records(self, run: CheckRun) -> list[RankRecord]:
-        """Runs the checked step on a world of `run.ranks` and returns the record of each rank."""
         return self._records(run, self.sharded)
 
     def _records(self, run: CheckRun, training: tuple[Build, Step | None, Reduce | None]) -> list[RankRecord]:
@@ -290,11 +285,7 @@ class _Runs:
 
 
 def _add_diagnostic_runs(evidence: Evidence, records: Sequence[RankRecord], runs: _Runs) -> Evidence:
-    """Adds runs by which `diagnose` tells mistakes apart: another number of ranks, more tokens, another first token.
-
-    Args:
-        records: each rank's record of the plain run.
-    """
+    """Adds runs by which `diagnose` tells mistakes apart: another number of ranks, more tokens, another first token."""
     run = evidence.plain.run
     # Half the ranks, or twice as many if half were one: one rank is the reference.
     other = replace(run, ranks=run.ranks // 2 if run.ranks > 3 else 2 * run.ranks)
@@ -319,7 +310,6 @@ def _add_diagnostic_runs(evidence: Evidence, records: Sequence[RankRecord], runs
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Returns the report's lines on tensors that were not compared."""
     notes = list[str]()
     if not comparison.shards:
         notes.append("the step reports no positions, so that logits and activations were not compared")

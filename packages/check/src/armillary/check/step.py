@@ -98,7 +98,6 @@ class CheckRun:
     seed: int = 0
 
     def batches(self) -> list[CheckBatch]:
-        """Returns the micro-batches. The second one has other tokens and documents."""
         first = self._batch(self.seed, self.documents)
         if self.variant != "two micro-batches":
             return [first]
@@ -184,10 +183,7 @@ def run_step(build: Build, step: Step | None, reduce: Reduce | None, run: CheckR
 
 
 def _checkpoint_layers(model: nn.Module) -> int:
-    """Wraps the layers of each outermost module list in activation checkpointing. Returns the number of layers.
-
-    A module list is an `nn.ModuleList` or `nn.Sequential`.
-    """
+    """Wraps the layers of each outermost module list in activation checkpointing. Returns the number of layers."""
     count = 0
     for child in model.children():
         if isinstance(child, (nn.ModuleList, nn.Sequential)):
@@ -200,12 +196,7 @@ def _checkpoint_layers(model: nn.Module) -> int:
 
 
 class _Recorder:
-    """Forward hooks that keep a model's logits, the embeddings' output, and fingerprints of all activations.
-
-    Args:
-        hooks: False registers no hooks.
-        activations: True keeps fingerprints.
-    """
+    """Forward hooks that keep a model's logits, the embeddings' output, and fingerprints of all activations."""
 
     def __init__(self, model: nn.Module, hooks: bool, activations: bool) -> None:
         self.model = model
@@ -286,13 +277,10 @@ def first_tensor(output: Any) -> Tensor | None:
 
 
 def _full_outputs(calls: list[Tensor], tokens: int) -> list[Tensor]:
-    """Returns a module's outputs [B, T, ...] that have all of the rank's tokens; none if its calls have other tokens.
-
-    If a module is called chunk by chunk, its output is the concatenation of the chunks.
-    """
+    """Returns a module's outputs [B, T, ...] with all of the rank's tokens; none if its calls have other tokens."""
     if all(x.shape[1] == tokens for x in calls):
         return calls
-    if sum(x.shape[1] for x in calls) == tokens:
+    if sum(x.shape[1] for x in calls) == tokens:  # called chunk by chunk
         return [torch.cat(calls, 1)]
     return []
 
@@ -305,7 +293,7 @@ def _last_full_output(calls: list[Tensor], tokens: int) -> Tensor | None:
 
 @cache
 def _projection(width: int) -> Tensor:
-    """Returns random directions [width, FINGERPRINT], the same on every rank."""
+    # The same directions on every rank.
     generator = torch.Generator().manual_seed(width)
     return torch.randn(width, FINGERPRINT, generator=generator, dtype=torch.float64) / width**0.5
 

@@ -180,7 +180,6 @@ def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: in
 
 
 def _rotated_head_dim(fields: Mapping[str, Any]) -> int:
-    """Returns the head dim that rotary embeddings are applied to."""
     width, heads = _first(fields, HIDDEN) or 1, _first(fields, HEADS) or 1
     return _first(fields, ("qk_rope_head_dim", "head_dim")) or max(width // heads, 1)
 
@@ -206,7 +205,6 @@ def _shrink_rope(rope: Mapping[str, Any], ratio: float, start: int) -> dict[str,
 
 
 def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the number of layers, and the fields about single layers."""
     count = _first(fields, LAYERS) or 2
     # A field such as `moe_layers` lists indices of layers; other lists with `count` entries have a value per layer.
     indices = {name for name, x in fields.items() if count > 1 and name.endswith(LAYER_LISTS) and _are_indices(x)}
@@ -246,22 +244,18 @@ def _in_ratio(value: Any, old: Any, new: Any) -> Any:
 
 
 def _are_indices(values: Any) -> bool:
-    """Returns True for a list of one or more different integers."""
     return isinstance(values, list) and len(set(map(str, values))) == len(values) > 0 and type(values[0]) is int
 
 
 def _first(fields: Mapping[str, Any], names: Sequence[str]) -> int | None:
-    """Returns the value of the first of these fields that is an integer; None if there is none."""
     return next((fields[name] for name in _integers(fields, names)), None)
 
 
 def _integers(fields: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Returns the names of fields that are integers."""
     return [name for name in names if isinstance(fields.get(name), int)]
 
 
 def describe(config: Any) -> str:
-    """Returns a line about a tiny copy: layers, heads and windows."""
     fields: dict[str, Any] = config.to_dict()
     heads = _first(fields, HEADS)
     kinds = fields.get("layer_types")
@@ -284,7 +278,6 @@ def model_class(config: Any) -> Any:
 
 
 def check_size(config: Any) -> None:
-    """Raises ValueError if the copy is not tiny, or cannot be built."""
     try:
         with torch.device("meta"):
             size = sum(p.numel() for p in model_class(config).from_config(config).parameters())
@@ -295,6 +288,6 @@ def check_size(config: Any) -> None:
 
 
 def _build_error(config: Any, error: Exception) -> ValueError:
-    """Returns the error for a config whose sizes depend on each other in a way that no rule above knows."""
+    # Its sizes depend on each other in a way that no rule above knows.
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return ValueError(f"no tiny copy of {type(config).__name__} can be built: {text[:160]}")

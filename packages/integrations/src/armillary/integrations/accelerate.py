@@ -46,7 +46,6 @@ class RowGroups:
         return torch.cat([rows[peer] for peer in self.order])
 
     def gather_objects(self, rows: list[Any]) -> list[Any]:
-        """Gathers rows that are Python objects, pickled."""
         if self.peers is None:
             return rows
         rows_of_peers: list[Any] = [None] * self.count

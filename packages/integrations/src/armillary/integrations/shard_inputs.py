@@ -116,7 +116,6 @@ def unequal_values(values: Mapping[str, Any], method: Method) -> dict[str, int]:
 
 
 def _digest(x: Tensor | float | str) -> int:
-    """Returns a hash of contents, shape and dtype."""
     if not isinstance(x, Tensor):
         content = repr(x).encode()
     else:

@@ -37,7 +37,6 @@ def accelerated() -> Generator[None]:
 
 
 def _torchrun() -> dict[str, str]:
-    """Returns the environment variables that torchrun would set for this rank."""
     environment: dict[str, object] = {"OMP_NUM_THREADS": 1, "ACCELERATE_USE_CPU": True}
     if dist.is_initialized():
         environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), dist.get_rank())

@@ -48,9 +48,8 @@ class SharedRowsTrainer(Trainer):
         self.share_rows(cp)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Creates the accelerator. Trainer calls this in its constructor, where `cp` is not known yet, and again in
-        each trial of a hyperparameter search.
-        """
+        # Trainer calls this in its constructor, where `cp` is not known yet, and again in each trial of a
+        # hyperparameter search.
         super().create_accelerator_and_postprocess()
         if self.cp is not None:
             self.share_rows(self.cp)
@@ -64,11 +63,10 @@ class SharedRowsTrainer(Trainer):
         self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=objects)
 
     def get_cp_size(self) -> int:
-        """Returns the number of ranks with the same rows. The trainer divides its counts of labels and rows by it."""
+        # The trainer divides its counts of labels and rows by the number of ranks with the same rows.
         return self.cp.ranks
 
     def _refusals(self, cp: ContextParallel) -> Iterator[str]:
-        """Yields a reason for each setting that is wrong or untested on shards, whatever the loss."""
         args = self.args
         # A loss that is not a sum over tokens divided by num_items_in_batch.
         if any(getattr(part, "output_router_logits", False) for part in parts_of(self.model.config)):
@@ -242,7 +240,7 @@ class ContextParallelTrainer(SharedRowsTrainer):
         return loss, _gather_predictions(predictions, self.cp, inputs["input_ids"].shape), labels
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> Any:
-        """Returns this rank's share of the operations of whole rows; the trainer sums over ranks."""
+        # This rank's share, because the trainer sums over ranks.
         return super().floating_point_ops(inputs) / self.cp.ranks
 
     def _track_num_input_tokens(self, inputs: Mapping[str, Any]) -> None:
@@ -254,13 +252,13 @@ class ContextParallelTrainer(SharedRowsTrainer):
 def _smooth_without_shift(
     smoother: Any, outputs: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any
 ) -> Tensor:
-    """Calls a label smoother on labels that are shifted already, whatever `shift_labels` is."""
+    # The labels are shifted already, whatever `shift_labels` is.
     return smoother(outputs, labels, shift_labels=False, **kwargs)
 
 
 @contextmanager
 def _gathering_shards(accelerator: Any) -> Generator[None]:
-    """Context in which gather_for_metrics gathers from every rank, because TRL's metrics are sums over local tokens."""
+    # TRL's metrics are sums over local tokens, so they are gathered from every rank.
     gather_rows = accelerator.gather_for_metrics
     accelerator.gather_for_metrics = accelerator.gather
     try:

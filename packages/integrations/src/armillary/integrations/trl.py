@@ -89,10 +89,8 @@ class ShardedScores:
 def _shard_with_positions(
     cp: ContextParallel, inputs: Mapping[str, Any]
 ) -> tuple[ContextParallelBatch, dict[str, Any]]:
-    """Returns `shard_inputs` of a batch whose positions, if it has none, count from the start of each row.
-
-    Decoders of transformers count so, padding on the left included.
-    """
+    """Returns `shard_inputs` of a batch whose positions, if it has none, count from the start of each row."""
+    # Decoders of transformers count so, padding on the left included.
     if inputs.get("position_ids") is None:
         ids: Tensor = inputs["input_ids"]
         inputs = {**inputs, "position_ids": torch.arange(ids.shape[1], device=ids.device)[None]}
@@ -119,7 +117,6 @@ class _PolicyTrainer(SharedRowsTrainer):
     """Base of all mixins: ranks of a sequence share rows, and losses take values of whole rows."""
 
     def _refusals(self, cp: ContextParallel) -> Iterator[str]:
-        """Yields a reason for each setting that does not work on shards."""
         if padding_idx_of(self.model) is not None:  # RoBERTa
             yield (
                 f"{type(self.model).__name__} counts positions from padding_idx + 1, without padding; here they count "
@@ -132,7 +129,7 @@ class _PolicyTrainer(SharedRowsTrainer):
 
     @contextmanager
     def _counting_groups(self) -> Generator[None]:
-        """Context in which TRL gathers over groups of ranks instead of ranks, so that each row counts once."""
+        # TRL then gathers over groups of ranks instead of ranks, so that each row counts once.
         accelerator = self.accelerator
         self.accelerator = GroupAccelerator(accelerator, self.groups)
         try:
@@ -204,7 +201,7 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
             return super()._generate_and_score_completions(inputs)
 
     def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """Generates from whole prompts with unsharded attention, because attention over shards has no KV cache."""
+        # Whole prompts, with unsharded attention, because attention over shards has no KV cache.
         model = self.accelerator.unwrap_model(self.model)
         implementation = model.config._attn_implementation
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
@@ -214,7 +211,7 @@ class ContextParallelGRPOTrainer(_PolicyTrainer):
             model.set_attn_implementation(implementation)
 
     def _calculate_rewards(self, inputs: Any, prompts: Sequence[Any], *args: Any) -> Tensor:
-        """Returns the rewards of the rows of all groups. TRL's function returns them for the rows of all ranks."""
+        # TRL's function returns the rewards of the rows of all ranks; only groups have different rows.
         all_rewards = super()._calculate_rewards(inputs, prompts, *args)
         rank = dist.get_rank() if dist.is_initialized() else 0
         own_rewards = all_rewards.view(-1, len(prompts), all_rewards.shape[1])[rank]

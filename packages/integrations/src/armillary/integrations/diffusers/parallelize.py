@@ -101,14 +101,11 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
 
 
 def _wrap_forward(model: nn.Module, plan: Plan, state: ForwardState, compare: bool) -> None:
-    """Wraps the model's forward: checks whole arguments, shards them, and runs the modules with their streams.
-
-    The wrapper is never part of a compiled graph.
-    """
+    """Wraps the model's forward: checks whole arguments, shards them, and runs the modules with their streams."""
     forward, names = unbound(model.forward), _parameter_names(model)
     changed_names = [name for name, _ in changed_modules(model, plan)]
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # it communicates
     def check_and_shard(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Streams, Any, Any]:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         # 1. The modules are those that were prepared, and read no tokens in other ways.
@@ -166,7 +163,6 @@ def _make_streams(model: Any, arguments: Mapping[str, Any], plan: Plan, method: 
 
 
 def _parameter_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the parameters of a module's forward."""
     return tuple(signature(type(module).forward).parameters)[1:]
 
 
@@ -177,11 +173,7 @@ def _sharded(
     splits: Mapping[str, Split | None],
     streams: Streams,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call, with this rank's pieces of those that have a split; None for a split None.
-
-    Args:
-        names: the parameters of the function that is called.
-    """
+    """Returns the arguments of a call, with this rank's pieces of those that have a split; None for a split None."""
 
     def take(name: str, x: Any) -> Any:
         if name not in splits:
@@ -197,7 +189,6 @@ def _sharded(
 
 
 def _shard_arguments_hook(module: nn.Module, splits: Mapping[str, Split], state: ForwardState) -> Hook:
-    """Returns a pre-forward hook that replaces whole arguments by this rank's pieces."""
     names = _parameter_names(module)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -207,7 +198,6 @@ def _shard_arguments_hook(module: nn.Module, splits: Mapping[str, Split], state:
 
 
 def _shard_results_hook(splits: tuple[Split, ...], state: ForwardState) -> Hook:
-    """Returns a forward hook that replaces whole results by this rank's pieces."""
 
     def hook(_: nn.Module, __: Any, out: Any) -> Any:
         streams = state.streams()
@@ -219,7 +209,6 @@ def _shard_results_hook(splits: tuple[Split, ...], state: ForwardState) -> Hook:
 
 
 def _gather_hook(state: ForwardState) -> Hook:
-    """Returns a forward hook that replaces this rank's piece of the image by the whole image."""
 
     def hook(_: nn.Module, __: Any, out: Tensor) -> Tensor:
         return state.streams().gather(out)
@@ -245,7 +234,6 @@ def _route_attention(name: str, module: Any, routing: JointRouting, plan: Plan) 
 
 
 def _check_model(model: nn.Module, plan: Plan) -> None:
-    """Raises ValueError for a model that is prepared already, or has attention outside of its plan."""
     kind = type(model).__name__
     if hasattr(model, MARK):
         raise ValueError(f"this {kind} is prepared already; call cp.prepare once")
@@ -261,7 +249,7 @@ def _check_model(model: nn.Module, plan: Plan) -> None:
 
 
 def _check_processor(name: str, module: Any, plan: Plan) -> None:
-    """Raises ValueError for processors that may attend to more than the tokens of their streams."""
+    # Another processor may attend to more than the tokens of its streams.
     processor = type(module.processor)
     if processor.__name__ not in plan.processors or not processor.__module__.startswith("diffusers."):
         raise ValueError(
@@ -271,7 +259,6 @@ def _check_processor(name: str, module: Any, plan: Plan) -> None:
 
 
 def _check_modules(model: nn.Module) -> None:
-    """Raises ValueError for dropout in training, diffusers' own parallelism, and hooks that may read local tokens."""
     if getattr(model, "_parallel_config", None) is not None:
         raise ValueError(
             f"{type(model).__name__} is under diffusers' enable_parallelism too, which shards it a second time; remove "

@@ -177,18 +177,12 @@ class Streams:
         self.contexts = {order: self._context(order, visible) for order in orders}
 
     def _context(self, order: tuple[str, ...], visible: list[int] | None) -> SequenceContext:
-        """Returns layout and documents of the streams in `order` as one sequence.
-
-        Text has the last positions, so that its padding is one more document at the end, which no other token sees.
-
-        Args:
-            order: the streams, in the order in which each rank concatenates them.
-            visible: number of tokens of the text without padding, for each row; None: all.
-        """
+        """Returns layout and documents of the streams in `order` as one sequence; `visible` is of `visible_text`."""
         image, text = self.lengths["image"], self.lengths["text"] if "text" in order else 0
         layout = joint_layout(image, text, order, self.method.shards)
         if visible is None or not text:
             return SequenceContext(layout)
+        # Text has the last positions, so that its padding is one more document at the end, which no other token sees.
         rows = [(0, image + count, image + text) if count < text else (0, image + text) for count in visible]
         return SequenceContext(layout, AttentionMask(documents=rows).documents)
 
@@ -268,18 +262,15 @@ def visible_text(mask: Tensor) -> list[int] | None:
 
 
 class ForwardState:
-    """State that the modules of one model share: the streams of the forward that runs or is recomputed.
-
-    `compared_weights` is True once ranks have compared their trained parameters.
-    """
+    """State that the modules of one model share: the streams of the forward that runs or is recomputed."""
 
     def __init__(self, method: Method) -> None:
+        # True once ranks have compared their trained parameters.
         self.method, self.compared_weights = method, False
         self._streams: Streams | None = None
 
     @contextmanager
     def running(self, streams: Streams | None) -> Generator[None]:
-        """Context of a forward with these streams."""
         # Backward recomputes blocks of one forward while another may run, so the outer streams are restored.
         outer, self._streams = self._streams, streams
         try:
@@ -288,11 +279,7 @@ class ForwardState:
             self._streams = outer
 
     def streams(self) -> Streams:
-        """Returns the streams of the running forward.
-
-        Raises:
-            ValueError: no forward is running.
-        """
+        """Returns the streams of the running forward; raises ValueError if none is running."""
         if self._streams is None:
             raise ValueError(
                 "a part of the model runs outside of the model's forward, so its tokens cannot be sharded; call the "
@@ -327,7 +314,7 @@ KEEPS_STREAMS = "armillary_keeps_streams"
 
 
 class _BlockWithStreams:
-    """A block that runs with the streams of one forward. A class, because diffusers calls `block.__call__`."""
+    # A class, because diffusers calls `block.__call__`.
 
     def __init__(self, block: Callable[..., Any], state: ForwardState, streams: Streams) -> None:
         self.block, self.state, self.streams = block, state, streams

@@ -75,10 +75,8 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
 
 
 def disable_caches(model: nn.Module) -> None:
-    """Makes the parts of a model that attend over shards use no KV cache by default: a shard has no keys of others.
-
-    A call may still ask for one with `use_cache=True`. The config, which is saved with the model, is not changed.
-    """
+    """Makes the parts of a model that attend over shards use no KV cache, unless a call asks for one."""
+    # By hooks, because the config is saved with the model.
     modules: Iterator[Any] = model.modules()
     for module in modules:
         parameters = list(signature(type(module).forward).parameters) if is_model(module) else []
@@ -87,14 +85,10 @@ def disable_caches(model: nn.Module) -> None:
 
 
 class UncachedCall:
-    """Pre-forward hook that sets `use_cache` to False in calls that leave it to the config.
-
-    Args:
-        position: index of `use_cache` among positional arguments.
-    """
+    """Pre-forward hook that sets `use_cache` to False in calls that leave it to the config."""
 
     def __init__(self, position: int) -> None:
-        self.position = position
+        self.position = position  # index of `use_cache` among positional arguments
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_default = len(args) <= self.position and kwargs.get("use_cache") is None
@@ -208,10 +202,7 @@ def wrap_models(models: Any) -> None:
 
 
 def hook_once(model: Any, hook: Any) -> None:
-    """Registers a pre-forward hook, unless the model has this function, or an object of this class, already.
-
-    A model may select an implementation several times.
-    """
+    # A model may select an implementation several times. Hooks are functions, or objects of one class each.
     hooks = model._forward_pre_hooks.values()
     if not any(other is hook or (type(other) is type(hook) and not isfunction(hook)) for other in hooks):
         model.register_forward_pre_hook(hook, with_kwargs=True)

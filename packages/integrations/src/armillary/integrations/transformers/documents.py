@@ -238,17 +238,15 @@ def check_rising(ids: Tensor, positions: Tensor, documents: Documents | None, le
 
 
 def check_multimodal(position_ids: Tensor) -> None:
-    """Raises ValueError unless position ids [3, B, N] of time, height and width (M-RoPE) are those of whole rows.
-
-    The ids of a token must be greater than those of the token before it, compared by time, then height, then width. An
-    exception is the first token after a video. In a video, time can be ahead of height and width, and the next token's
-    ids need only be greater than the last height and width.
-    """
+    """Raises ValueError unless position ids [3, B, N] of time, height and width (M-RoPE) are those of whole rows."""
     ids = position_ids.permute(1, 2, 0)
     before, after = ids[:, :-1], ids[:, 1:]
     (time, height, width), (next_time, next_height, next_width) = before.unbind(-1), after.unbind(-1)
+    # 1. The ids of a token are greater than those of the token before it, by time, then height, then width.
     same_time, same_height = next_time == time, next_height == height
     rising = (next_time > time) | (same_time & ((next_height > height) | (same_height & (next_width > width))))
+    # 2. Or it is the first token after a video, whose time can be ahead of height and width: then its ids need only be
+    # greater than the last height and width.
     in_image = (time != height) | (height != width)  # text has three equal ids
     beyond_image = in_image & (after.amin(-1) > torch.maximum(height, width))
     errors = (~(rising | beyond_image)).nonzero()
@@ -304,10 +302,7 @@ class Caller(NamedTuple):
 
 
 def calling_functions() -> list[Caller]:
-    """Returns the callers of the function that calls this one, innermost first, without `WRAPPERS`.
-
-    The list ends after the methods of the innermost `nn.Module`, and has at most MAX_FRAMES functions.
-    """
+    """Returns the callers of the function that calls this one, innermost first, up to the innermost `nn.Module`."""
     callers: list[Caller] = []
     frame: FrameType | None = currentframe()
     for _ in range(2):  # skips this function and the one that calls it
@@ -327,7 +322,6 @@ def calling_functions() -> list[Caller]:
 
 
 def calling_module(callers: list[Caller]) -> nn.Module | None:
-    """Returns the innermost module of which one of the callers is a method."""
     owners = (caller.locals.get("self") for caller in callers)
     return next((owner for owner in owners if isinstance(owner, nn.Module)), None)
 
@@ -335,13 +329,12 @@ def calling_module(callers: list[Caller]) -> nn.Module | None:
 def position_ids_of(callers: list[Caller], shards: int) -> tuple[Tensor | None, bool]:
     """Returns (position ids in the callers' frames or None, True if the model would count positions itself).
 
-    Some models pass position ids to the function that makes masks but not to their layers, and some to neither. A model
-    without input_ids and inputs_embeds, such as an image tower, adds positions before its tokens are sharded.
-
     Raises:
         ValueError: the model takes tokens but no position ids (BART): it counts from the first token of each shard,
             whatever position ids its layers get.
     """
+    # Some models pass position ids to the function that makes masks but not to their layers, and some to neither. A
+    # model without input_ids and inputs_embeds, such as an image tower, adds positions before its tokens are sharded.
     module_methods = [caller for caller in callers if isinstance(caller.locals.get("self"), nn.Module)]
     takes_position_ids = any("position_ids" in method.parameters for method in module_methods)
     tokens = [method.locals.get(name) for method in module_methods for name in ("input_ids", "inputs_embeds")]

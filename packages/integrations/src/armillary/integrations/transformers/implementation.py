@@ -198,13 +198,11 @@ class Implementation(ShardedImplementation):
         position_ids: Tensor | None,
         boundaries: tuple[Tensor | None, Tensor | None],
     ) -> AttentionMask:
-        """Returns the mask of a layer that gets these tensors."""
         documents = known_documents(mask, *boundaries)
         return mask.with_documents(self.rows.documents(name, mask, tokens, position_ids, documents))
 
 
 def _check_layer(name: str, mask: ShardMask, sliding_window: int | None, is_causal: bool | None) -> None:
-    """Raises ValueError if a layer's window or causality contradicts its mask."""
     rule = mask.rule
     window = None if rule is None else rule.window
     if sliding_window is not None and (window is None or window[0] != sliding_window - 1):
@@ -251,15 +249,11 @@ class StateHook:
 
 @cache
 def _takes_options(model: type) -> bool:
-    """Returns True if the forward of a class takes any keyword."""
     return any(x.kind is Parameter.VAR_KEYWORD for x in signature(model.forward).parameters.values())
 
 
 def _check_positions(method: Method, layout: SequenceLayout, position_ids: Tensor) -> None:
-    """Raises ValueError on every rank unless position ids are those of one document that starts at 0.
-
-    Only attention finds documents in position ids.
-    """
+    # Only attention finds documents in position ids, so they must be those of one document that starts at 0.
     expected = layout.positions(method.shard).to(position_ids.device)
     differs = not bool((position_ids.reshape(-1, len(expected)) == expected).all())
     if any(flag for (flag,) in gather_integers([[int(differs)]], method)):

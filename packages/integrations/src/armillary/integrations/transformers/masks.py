@@ -102,7 +102,6 @@ MODEL_FUNCTION = "_bidirectional_window_overlay"
 
 
 def _read(function: Any) -> Rule:
-    """Returns the rule of a mask function, recursively. Raises UnknownMaskError with the name of an unknown part."""
     if function is None:
         raise UnknownMaskError("none")
     name = _maker(function)
@@ -161,12 +160,11 @@ def _read_constant(function: Any) -> Rule:
 
 
 def _band_rule(low: int, high: int, *, bidirectional: bool = False) -> Rule:
-    """Returns the rule of one band for all keys."""
     return Rule((low, high), (low, high), bidirectional=bidirectional)
 
 
 def _window(closure: dict[str, Any]) -> int:
-    """Returns the sliding window of a closure, in keys up to and including the query's own."""
+    # In keys up to and including the query's own.
     window = int(closure["sliding_window"])
     if window < 1:
         raise ValueError(f"sliding_window={window} hides every key; a window of at least 1, or None, is accepted")
@@ -189,7 +187,6 @@ MAKERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
 
 
 def _intersect(a: Rule, b: Rule) -> Rule:
-    """Returns the rule of `a and b`."""
     if a.chunk is not None and b.chunk is not None and a.chunk != b.chunk:
         raise UnknownMaskError(f"chunks of {a.chunk} and of {b.chunk}")
     return Rule(
@@ -202,7 +199,6 @@ def _intersect(a: Rule, b: Rule) -> Rule:
 
 
 def _unite(a: Rule, b: Rule) -> Rule:
-    """Returns the rule of `a or b`."""
     if a.chunk is not None or b.chunk is not None:
         raise UnknownMaskError("chunks joined by or")
     other_keys, group_keys = _unite_bands(a.other_keys, b.other_keys), _unite_bands(a.group_keys, b.group_keys)
@@ -210,7 +206,6 @@ def _unite(a: Rule, b: Rule) -> Rule:
 
 
 def _common_groups(a: Rule, b: Rule) -> Tensor | None:
-    """Returns the groups of two rules of which one may have none."""
     # Compared by identity: two tensors that are equal on this rank may differ on another one.
     if a.groups is not None and b.groups is not None and a.groups is not b.groups:
         raise UnknownMaskError("blocks of two kinds")

@@ -76,16 +76,13 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def innermost_model(model: nn.Module, name: str) -> tuple[nn.Module, list[str]]:
-    """Returns the innermost model of transformers that has the named module, or is it, and the path below that model.
-
-    The outermost model if none is one of transformers.
-    """
+    """Returns the innermost model of transformers that has the named module, or is it, and the path below it."""
     path = name.split(".") if name else []
     for depth in range(len(path), 0, -1):
         part = model.get_submodule(".".join(path[:depth]))
         if is_model(part):
             return part, path[depth:]
-    return model, path
+    return model, path  # the outermost model, though it may be none of transformers
 
 
 # Checks of a model.
@@ -244,10 +241,8 @@ def computes_attention(module: nn.Module) -> bool:
 
 
 def _is_token_layer(model: nn.Module, name: str) -> bool:
-    """Returns True for a module in a list of layers of a model that takes token ids, not in its image or audio parts.
-
-    Other modules, such as the projector of images, do not see the tokens of a shard.
-    """
+    """Returns True for a module in a list of layers of a model that takes token ids, not of an image or audio part."""
+    # Other modules, such as the projector of images, do not see the tokens of a shard.
     part, path = innermost_model(model, name)
     return "input_ids" in signature(part.forward).parameters and any(map(str.isdigit, path))
 
@@ -298,11 +293,9 @@ def _files_use_interface(model: type) -> bool:
 
 
 def _names_in_forward(module: nn.Module) -> set[str]:
-    """Returns the names in a module's forward and in the functions of its file, or of a user's, that it calls.
-
-    A wrapper of forward, set on a class or on one module, is followed to the function that it wraps, and super() to the
-    forwards of all bases.
-    """
+    """Returns the names in a module's forward and in the functions of its file, or of a user's, that it calls."""
+    # `_names` follows a wrapper, set on a class or on one module, to the function that it wraps. Calls of super() reach
+    # the forwards of all bases.
     forwards = [vars(base).get("forward") for base in type(module).__mro__ if base is not nn.Module]
     return set(_names([vars(module).get("forward"), *forwards], type(module), set()))
 
@@ -332,7 +325,6 @@ def _names(functions: Iterable[Any], owner: type, visited: set[CodeType]) -> Ite
 
 
 def _names_in_code(code: CodeType) -> Iterator[str]:
-    """Yields the global and attribute names in a code object and in the functions defined inside of it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

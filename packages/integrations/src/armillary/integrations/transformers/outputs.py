@@ -284,7 +284,7 @@ def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _has_tokens(x: Tensor, rows: int, tokens: int) -> bool:
-    """Returns True for [B, T, ...], and for [B T, n], as routers return."""
+    # [B, T, ...], or [B T, n], as routers return.
     return (x.ndim > 1 and x.shape[1] == tokens) or (x.ndim == 2 and tokens > 1 and x.shape[0] == rows * tokens)
 
 

@@ -63,29 +63,24 @@ def check_image_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _has_images(call: dict[str, Any]) -> bool:
-    """Returns True if a call of a text model, or a model around it, has images, or embeddings that may be of images.
-
-    Args:
-        call: arguments of the text model. A model around it makes the embeddings itself if it gets token ids.
-    """
+    """Returns True if a call of a text model, or a model around it, has images, or embeddings that may be of images."""
     calls = [call, *_outer_calls()]
     for arguments in calls:
         options = {**arguments, **arguments.get("kwargs", {})}
         if any(IMAGE_ARGUMENTS.match(name) and _is_set(value) for name, value in options.items()):
             return True
+    # A model that gets token ids makes the embeddings of the text model inside of it.
     return calls[-1].get("input_ids") is None
 
 
 def _is_set(value: Any) -> bool:
-    """Returns False for an argument that is None or empty, or has zeros alone, such as the token types of text."""
+    # Zeros alone, such as the token types of text, count as no argument.
     return bool(value.any()) if isinstance(value, Tensor) else value is not None and value is not False and value != {}
 
 
 def _outer_calls() -> Iterator[dict[str, Any]]:
-    """Yields the arguments of the calls of models that are running around this one, the innermost first.
-
-    A text model gets embeddings alone, so token ids and images are read from the stack frames of its callers.
-    """
+    """Yields the arguments of the calls of models that are running around this one, the innermost first."""
+    # A text model gets embeddings alone, so token ids and images are read from the stack frames of its callers.
     frame: FrameType | None = currentframe()
     while frame is not None:
         code, variables = frame.f_code, frame.f_locals
@@ -107,11 +102,10 @@ HOOKED = "armillary_last_position"
 def give_last_position(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Pre-forward hook of a model: gives its rotary modules the largest position id of all ranks of a sequence.
 
-    Around such a module, hooks add this position to the position ids [..., T], and drop its cosines and sines
-    [..., T + 1, D].
-
     Bytes sent in each forward of a rotary module: a `gather_integers` of one integer.
     """
+    # Around such a module, hooks add this position to the position ids [..., T], and drop its cosines and sines
+    # [..., T + 1, D].
     if hasattr(model, HOOKED):
         return
     setattr(model, HOOKED, True)
@@ -143,13 +137,10 @@ def _drop_last_position(module: Any, args: tuple[Any, ...], output: Tensor | tup
 
 
 def scale_by_position(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Returns queries [B, H, T, D], in Llama 4's layers without RoPE scaled by their positions in the sequence [T].
-
-    The layer has already scaled its queries by their positions in the shard, so this multiplies by the ratio of the two
-    scales. Queries of other layers are returned unchanged.
-    """
+    """Returns queries [B, H, T, D], in Llama 4's layers without RoPE scaled by their positions in the sequence [T]."""
     if not getattr(module, "attn_temperature_tuning", None) or getattr(module, "use_rope", True):
         return query
+    # The layer has already scaled by positions in the shard: multiply by the ratio of the two scales.
     local_positions = torch.arange(len(positions), device=query.device)
     local_scale, scale = (_scale(module, x.to(query.device)).double() for x in (local_positions, positions))
     # In float32 or wider: a ratio of two bfloat16 scales would round twice.
@@ -158,5 +149,5 @@ def scale_by_position(module: Any, query: Tensor, positions: Tensor) -> Tensor:
 
 
 def _scale(module: Any, positions: Tensor) -> Tensor:
-    """Returns Llama 4's scale [T], constant over `floor_scale` positions ("Scalable-Softmax", arXiv 2501.19399)."""
+    # Constant over `floor_scale` positions ("Scalable-Softmax", arXiv 2501.19399).
     return torch.log1p(torch.floor((positions.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0

@@ -138,7 +138,6 @@ def shards_states(layer: type) -> bool:
 
 
 def mixes_unknown(layer: type) -> bool:
-    """Returns True if the forward of a module class mixes tokens by functions that cannot be sharded."""
     return any(name not in FUNCTIONS and name not in STEPS for name in _mixing_functions(layer))
 
 
@@ -156,7 +155,6 @@ def has_sharded_states(model: type) -> bool:
 
 @cache
 def _states_of_file(file: str) -> bool:
-    """Returns True if a file has layers with a state and all of them can be sharded."""
     values = list(vars(sys.modules[file]).values()) if file.startswith("transformers.models.") else []
     layers = [x for x in values if isinstance(x, type) and issubclass(x, nn.Module) and x.__module__ == file]
     return any(map(shards_states, layers)) and not any(map(mixes_unknown, layers))
