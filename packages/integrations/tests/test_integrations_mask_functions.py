@@ -19,6 +19,10 @@ LENGTH = 24
 POSITIONS = torch.arange(LENGTH)
 TYPES = torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1, 0, 1] + [0] * 14, [1] * 5 + [0] * 5 + [1] * 6 + [0] * 8])
 RUNS, SCATTERED = gemma3.get_block_sequence_ids_for_mask(TYPES), torch.where(TYPES == 1, 0, -1)
+both, either = masking_utils.and_masks, masking_utils.or_masks
+blocks, window, chunks = (
+    getattr(masking_utils, f"{name}_overlay") for name in ("blockwise", "sliding_window", "chunked")
+)
 CAUSAL, WINDOW = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(4)
 ZEROS = torch.zeros(2, dtype=torch.long)
 
@@ -33,33 +37,16 @@ FUNCTIONS = {
     "window of one": (masking_utils.sliding_window_causal_mask_function(1), None),
     "bidirectional": (masking_utils.bidirectional_mask_function, None),
     "bidirectional window": (masking_utils.sliding_window_bidirectional_mask_function(3), None),
-    "Gemma 3, full": (masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(RUNS)), ImageSpans),
-    "Gemma 3, sliding": (
-        masking_utils.and_masks(
-            masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(RUNS)),
-            masking_utils.sliding_window_overlay(4),
-        ),
-        ImageSpans,
-    ),
-    "a window, or one image": (masking_utils.or_masks(WINDOW, masking_utils.blockwise_overlay(RUNS)), None),
-    "images as one group": (masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(SCATTERED)), None),
-    "images as one group, and a window": (
-        masking_utils.and_masks(
-            masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(SCATTERED)),
-            masking_utils.sliding_window_overlay(4),
-        ),
-        None,
-    ),
-    "an image alone": (masking_utils.blockwise_overlay(RUNS), None),
+    "Gemma 3, full": (either(CAUSAL, blocks(RUNS)), ImageSpans),
+    "Gemma 3, sliding": (both(either(CAUSAL, blocks(RUNS)), window(4)), ImageSpans),
+    "a window, or one image": (either(WINDOW, blocks(RUNS)), None),
+    "images as one group": (either(CAUSAL, blocks(SCATTERED)), None),
+    "images as one group, and a window": (both(either(CAUSAL, blocks(SCATTERED)), window(4)), None),
+    "an image alone": (blocks(RUNS), None),
     "chunks": (masking_utils.chunked_causal_mask_function(5, ZEROS), Chunked),
-    "chunks and a window": (
-        masking_utils.and_masks(
-            masking_utils.chunked_causal_mask_function(5, ZEROS), masking_utils.sliding_window_overlay(3)
-        ),
-        Chunked,
-    ),
-    "EmbeddingGemma, full": (masking_utils.or_masks(CAUSAL, everything), None),
-    "EmbeddingGemma, sliding": (masking_utils.or_masks(WINDOW, gemma3._bidirectional_window_overlay(4)), None),
+    "chunks and a window": (both(masking_utils.chunked_causal_mask_function(5, ZEROS), window(3)), Chunked),
+    "EmbeddingGemma, full": (either(CAUSAL, everything), None),
+    "EmbeddingGemma, sliding": (either(WINDOW, gemma3._bidirectional_window_overlay(4)), None),
 }
 
 
@@ -96,27 +83,21 @@ def test_a_mask_function_becomes_a_mask_and_documents_are_masked_as_separate_row
 
 
 def test_a_batch_without_images_has_the_plain_mask():
-    for name, window in (("Gemma 3, full", None), ("Gemma 3, sliding", (3, None))):
+    for name, band in (("Gemma 3, full", None), ("Gemma 3, sliding", (3, None))):
         rule = rule_of(FUNCTIONS[name][0])
-        assert mask_of(rule, torch.full_like(RUNS, -1), None, LENGTH) == AttentionMask(window=window)
+        assert mask_of(rule, torch.full_like(RUNS, -1), None, LENGTH) == AttentionMask(window=band)
 
 
 UNKNOWN = {
     "none": None,
     "functools": partial(CAUSAL),
     "<lambda>": lambda batch, head, query, key: query >= key,
-    "hides_everything": masking_utils.and_masks(CAUSAL, lambda *args: torch.tensor(False)),
+    "hides_everything": both(CAUSAL, lambda *args: torch.tensor(False)),
     "padding_mask_function": masking_utils.padding_mask_function(TYPES),
-    "packed_sequence_mask_function": masking_utils.and_masks(
-        CAUSAL, masking_utils.packed_sequence_mask_function(TYPES)
-    ),
-    "chunks joined by or": masking_utils.or_masks(masking_utils.chunked_causal_mask_function(3, ZEROS), CAUSAL),
-    "chunks of 3 and of 4": masking_utils.and_masks(
-        masking_utils.chunked_overlay(3, ZEROS), masking_utils.chunked_overlay(4, ZEROS)
-    ),
-    "blocks of two kinds": masking_utils.or_masks(
-        masking_utils.blockwise_overlay(RUNS), masking_utils.blockwise_overlay(SCATTERED)
-    ),
+    "packed_sequence_mask_function": both(CAUSAL, masking_utils.packed_sequence_mask_function(TYPES)),
+    "chunks joined by or": either(masking_utils.chunked_causal_mask_function(3, ZEROS), CAUSAL),
+    "chunks of 3 and of 4": both(chunks(3, ZEROS), chunks(4, ZEROS)),
+    "blocks of two kinds": either(blocks(RUNS), blocks(SCATTERED)),
 }
 
 
@@ -145,8 +126,8 @@ def test_unknown_changed_and_scattered_functions_are_refused_by_name():
 
 
 def test_an_explicit_mask_gets_the_window_of_each_layer_or_is_refused():
-    tree, window = AttentionMask.tree([0, 8, 16, LENGTH], [-1, 0, 0]), rule_of(WINDOW)
-    assert narrow(tree, window) == tree.narrow(3) and narrow(tree, rule_of(CAUSAL)) == tree
+    tree = AttentionMask.tree([0, 8, 16, LENGTH], [-1, 0, 0])
+    assert narrow(tree, rule_of(WINDOW)) == tree.narrow(3) and narrow(tree, rule_of(CAUSAL)) == tree
     bidirectional_window = rule_of(FUNCTIONS["bidirectional window"][0])
     plain = AttentionMask(causal=False, window=(None, 2))
     assert narrow(plain, bidirectional_window) == AttentionMask(causal=False, window=(3, 2))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny_models import build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -9,16 +10,11 @@ from torch.distributed.fsdp import fully_shard
 from armillary.attention import ContextParallel
 from armillary.core.testing import mesh, relative_error
 
-transformers = pytest.importorskip("transformers")
-
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "sliding_window": 9}
 RANKS = 4
 
 
-def new_model(**options) -> nn.Module:
-    torch.manual_seed(0)
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**SIZES, **HEADS, **options)).double()
+def new_model() -> nn.Module:
+    return build("mistral, narrow", "eager")
 
 
 def tokens(seed: int) -> torch.Tensor:
@@ -26,7 +22,7 @@ def tokens(seed: int) -> torch.Tensor:
 
 
 def expected_step(groups: int) -> tuple[float, list[torch.Tensor]]:
-    model = new_model(attn_implementation="eager")
+    model = new_model()
     loss = sum(model(ids, labels=ids, use_cache=False).loss for ids in map(tokens, range(groups))) / groups
     loss.backward()
     return float(loss.detach()), [p.grad for p in model.parameters()]

@@ -220,7 +220,6 @@ CALLS: dict[Callable[..., object], list[tuple[dict[str, object], str]]] = {
     cross_attention: [({}, "mask of cross-attention")],
     lambda attention: with_attention(attention)(IDS): [
         ({"attention": OwnAttention()}, r"layers.1.self_attn \(OwnAttention\)"),
-        ({"attention": nn.MultiheadAttention(32, 4)}, r"layers.1.self_attn \(MultiheadAttention\)"),
     ],
     lambda attention: prepare(with_attention(attention)): [
         ({"attention": OwnAttention()}, r"layers.1.self_attn \(OwnAttention\)"),
