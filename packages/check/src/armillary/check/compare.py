@@ -226,13 +226,8 @@ def _token_error(
     limit: float,
     allow_factor: bool,
 ) -> TokenError | None:
-    """Returns the error of a tensor by token; None if a shard is missing, or its shape does not match.
-
-    Args:
-        shards: [B, T, ...] of each rank.
-        expected: [B, N, ...] of one rank.
-        allow_factor: True divides gradients by a factor common to all ranks.
-    """
+    """Returns the error of a tensor by token; None if a shard is missing, or its shape does not match."""
+    # Each rank's shard is [B, T, ...], one rank's tensor [B, N, ...].
     if expected is None:
         return None
     expected = expected.double().flatten(2)

@@ -90,11 +90,7 @@ class SharedRowsTrainer(Trainer):
 
 
 def attention_method(model: Any) -> Method:
-    """Returns the method by which a model attends.
-
-    Raises:
-        ValueError: the model attends by no `Method`, or by several.
-    """
+    """Returns the method by which a model attends; raises ValueError without one, or for several."""
     config = getattr(model, "config", None)
     methods = [] if config is None else methods_of(config)
     if any(method is not methods[0] for method in methods):
@@ -268,11 +264,7 @@ def _gathering_shards(accelerator: Any) -> Generator[None]:
 
 
 def _gather_predictions(predictions: Any, cp: ContextParallel, shape: tuple[int, ...]) -> Any:
-    """Gathers predictions of shards, nested in tuples and dicts, in sequence order.
-
-    Args:
-        shape: (B, N) of whole rows.
-    """
+    """Gathers predictions of shards, nested in tuples and dicts, in sequence order; `shape` is (B, N) of whole rows."""
     rows, length = shape
     layout = over_all_ranks(cp.method.layout(length), cp.method)
     tokens = layout.sizes[cp.method.shard]

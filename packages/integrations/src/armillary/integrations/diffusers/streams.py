@@ -204,11 +204,10 @@ class Streams:
     def gather(self, x: Tensor, dim: int = -2) -> Tensor:
         """Gathers the image: [..., T, C] of this rank -> [..., N, C] on every rank. Gradients are summed over ranks.
 
-        Every rank computes the loss of the whole output, so the sum is P times the gradient of one loss. Averaged over
-        P ranks, gradients of parameters are those of one rank with whole images.
-
         Bytes sent: those of `all_gather`, and in backward of `reduce_scatter`, on each axis of the method.
         """
+        # Every rank computes the loss of the whole output, so the sum is P times the gradient of one loss. Averaged
+        # over P ranks, gradients of parameters are those of one rank with whole images.
         sizes, shard = self.image_sizes, self.method.shard
         if x.shape[dim] != sizes[shard]:
             raise ValueError(f"the model returned {x.shape[dim]} tokens of the image; this rank has {sizes[shard]}")
@@ -245,11 +244,7 @@ def joint_layout(image: int, text: int, order: tuple[str, ...], shards: int) -> 
 
 
 def visible_text(mask: Tensor) -> list[int] | None:
-    """Returns the number of visible tokens in each row of a mask [B, N]; None if all tokens are visible.
-
-    Raises:
-        ValueError: hidden tokens before visible ones.
-    """
+    """Returns the number of visible tokens in each row of a mask [B, N]; None if all tokens are visible."""
     visible = mask.bool()
     counts = visible.long().sum(-1)
     leading = torch.arange(mask.shape[-1], device=mask.device) < counts[:, None]

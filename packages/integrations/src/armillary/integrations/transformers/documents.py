@@ -51,12 +51,6 @@ class RowReader:
     ) -> Documents | None:
         """Returns `documents` or, if they are None, the documents in position ids; None if each row is one document.
 
-        Args:
-            name: name of the layer, for error messages.
-            tokens: tokens of this rank.
-            position_ids: position ids of the layer, if it gets any.
-            documents: documents of `sequence` or of cu_seq_lens_q; None if neither has any.
-
         Raises:
             ValueError: on every rank: position ids do not fit the layout or the documents, are below the model's first
                 position, or are missing but needed. Without position ids, a wrong number of tokens raises on its own
@@ -119,9 +113,6 @@ class RowReader:
     def groups(self, rule: Rule, callers: Sequence[Caller], layout: SequenceLayout) -> Tensor | None:
         """Returns the group of every token [B, N] on the CPU, -1 for no group; None if the rule has no groups.
 
-        Models number images by their order in the row, which cannot be known from a shard. So every rank gathers the
-        token types of the whole row and calls the model's own numbering function on them.
-
         Bytes sent: those of `_gather` for the token types. Every rank of the method must call it.
 
         Raises:
@@ -131,6 +122,8 @@ class RowReader:
             return None
         if self.method.shards == 1:
             return rule.groups.cpu()
+        # Models number images by their order in the row, which cannot be known from a shard. So every rank gathers the
+        # token types of the whole row and calls the model's own numbering function on them.
         types, number_groups = _find_numbering(rule.groups, callers)
         tokens = layout.sizes[self.method.shard]
         return self.cache.get(types, layout, lambda: number_groups(self._gather(types.int(), tokens, layout)))
@@ -210,9 +203,7 @@ def documents_of_ranks(ids: Tensor, layout: SequenceLayout, first_position: int)
 
 
 def check_rising(ids: Tensor, positions: Tensor, documents: Documents | None, length: int) -> None:
-    """Raises ValueError if position ids do not rise from token to token of each document.
-
-    Position ids may start anywhere and skip numbers.
+    """Raises ValueError if position ids do not rise from token to token of each document. They may skip numbers.
 
     Args:
         ids: [B or 1, n], in rising order of `positions`. One row may serve several rows of documents.

@@ -289,11 +289,7 @@ def _mask_of_row(rule: Rule, groups: Tensor, documents: Sequence[int] | None, le
 
 
 def narrow(mask: AttentionMask, rule: Rule) -> AttentionMask:
-    """Returns the user's mask, which is for all layers, narrowed by the window of the layers of one kind.
-
-    Raises:
-        ValueError: the mask contradicts the model.
-    """
+    """Returns the user's mask, which is for all layers, narrowed by the window of the layers of one kind."""
     if rule.chunk is not None:
         raise ValueError(
             f"sequence(mask=...) for layers that see chunks of {rule.chunk}: one mask for all layers cannot have the "
@@ -319,8 +315,6 @@ class ShardMask:
 
     Args:
         context: layout, documents and mask given to `with sequence(...)` around the forward.
-        layout: layout over all ranks of the method.
-        shard: this rank's shard.
         rule: the model's mask function; None if it is unknown, so that only a mask given to `sequence` can be used.
         groups: [B, N], the group of each token of the whole sequence, if the rule has groups.
         position_ids: position ids read from the frames of the mask function's callers.

@@ -50,18 +50,15 @@ def computes_loss(model: type) -> bool:
 
 
 def predicts_next_token(model: nn.Module) -> bool:
-    """Returns False if the labels of a model are not those of the next tokens: masked LMs, classification of tokens.
-
-    A model without a loss counts as one that predicts the next token. `loss_type` decides, by which transformers
-    selects a model's loss function, or the source of a model that computes its loss itself.
-    """
+    """Returns False if the labels of a model are not those of the next tokens: masked LMs, classification of tokens."""
     # Wrappers such as PEFT's have no loss of their own.
     inner: Any = next(filter(is_model, model.modules()), None)
     forward = None if inner is None else unwrap(type(inner).forward)
     code = getattr(forward, "__code__", None)
     names: tuple[str, ...] = () if code is None else (*code.co_varnames, *code.co_names)
     if forward is None or "labels" not in names or not any("loss" in name for name in names):
-        return True
+        return True  # a model without a loss
+    # `loss_type` decides, by which transformers selects a loss function, or the source of a model that has its own.
     if computes_loss(type(inner)):
         return SHIFTED_LABELS.search(getsource(forward)) is not None
     function = import_module("transformers.loss.loss_utils").LOSS_MAPPING.get(getattr(inner, "loss_type", None))
@@ -191,8 +188,8 @@ def find_row_ends(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 def score_row_ends(head: nn.Module, args: tuple[Any, ...], scores: Tensor) -> Tensor:
     """Forward hook of a classifier's head: gives every token [B, T, labels] the score of its row's last token.
 
-    Whichever token of its shard the model then picks, it gets the right score. Gradients are multiplied by the number
-    of ranks that share a row, for FSDP2, DDP or `ContextParallel.reduce_gradients` to average.
+    Gradients are multiplied by the number of ranks that share a row, for FSDP2, DDP or
+    `ContextParallel.reduce_gradients` to average.
 
     Bytes sent: an `all_reduce` of [B, labels] on each axis of the method, in forward and in backward.
 
@@ -209,6 +206,7 @@ def score_row_ends(head: nn.Module, args: tuple[Any, ...], scores: Tensor) -> Te
     local = scores[torch.arange(len(scores), device=scores.device), indices]
     # The rank that has a row's last token contributes its score, other ranks zeros.
     local = local.masked_fill(~is_local[:, None], 0)
+    # Whichever token of its shard the model then picks, it gets the right score.
     return sum_over_axes(local, method_axes(method))[:, None].expand_as(scores)
 
 
