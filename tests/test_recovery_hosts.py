@@ -23,7 +23,7 @@ def torchrun_on(hosts: Namespaces, i: int) -> list[str]:
     return [*variables.split(), *forked(*rendezvous.split(), *ranks.split(), flags=SMALL)]
 
 
-@pytest.mark.long
+@pytest.mark.long  # reproduces "Several hosts" and "A restarted torchrun" of docs/fault-tolerance.md, in a minute
 @pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
 def test_run_on_two_hosts_resumes_after_one_restarts(undisturbed, tmp_path):
     run_folder = folder(tmp_path, "hosts")
