@@ -113,11 +113,7 @@ def prepare(config: Config, device: torch.device) -> Run:
 
 
 def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> None:
-    """Checks that the configured kernel can run the model's attention on this device. Communicates nothing.
-
-    Raises:
-        ValueError: the kernel cannot; the message names the flag, the reason, and kernels that can.
-    """
+    """Raises ValueError if the configured kernel cannot run the model's attention on this device, and names others."""
     model = model_config(config.model, config.model.vocab_size or 1, config.data.sequence_length)
     with flag_in_errors(f"--parallel.kernel {config.parallel.kernel}"):
         choose_kernel(inputs_of(config, model, dtype, device), config.parallel.kernel)
@@ -179,13 +175,9 @@ def precision(config: Config, device: torch.device) -> torch.dtype:
 
 
 def open_stores(config: DataConfig, pretrained: Path | None = None) -> list[TokenStore]:
-    """Returns the stores at the configured paths; text is tokenized in memory.
+    """Returns the stores at the configured paths; text is tokenized in memory, as the pretrained folder says.
 
-    Args:
-        pretrained: folder of the model; its tokenizer reads text, if it has one.
-
-    Raises:
-        ValueError: a path is unreadable, incomplete or without text, or its tokens are not the pretrained model's.
+    Raises ValueError if a path is unreadable, incomplete or without text, or its tokens are not the pretrained model's.
     """
     if not config.path:
         return [TokenStore.of(python_corpus(), read_tokenizer(pretrained), "Python's own text")]

@@ -132,9 +132,6 @@ def read_command(argv: Sequence[str]) -> tuple[Command, list[str]]:
 def read_run(argv: Sequence[str], kind: type[Options], program: str) -> tuple[Options, Config]:
     """Parses the options of a command that has all flags of a run, and returns them with the recipe's configuration.
 
-    Args:
-        kind: dataclass of the options; `recipe` and `run` of the result are the recipe's name and the run.
-
     Raises:
         ValueError: no such recipe, an error in a recipe, a file that cannot be read, an unknown key or flag, one of an
             earlier version (`REMOVED`) or without effect (`check_model_flags`), or a value of the wrong kind.
@@ -158,9 +155,8 @@ def read_run(argv: Sequence[str], kind: type[Options], program: str) -> tuple[Op
 
 
 def check_model_flags(argv: Sequence[str], model: ModelConfig) -> None:
-    """Refuses flags of the model that have no effect, whatever their values: a configuration does not tell a flag with
-    the default's value from none.
-    """
+    """Refuses flags of the model that have no effect, whatever their values."""
+    # A configuration does not tell a flag with the default's value from none.
     if model.pretrained is not None:
         allowed, reason = PRETRAINED_FIELDS, f"the model in {model.pretrained} sets it"
     elif model.family == "gpt":
@@ -179,11 +175,7 @@ def check_model_flags(argv: Sequence[str], model: ModelConfig) -> None:
 def recipe_config(name: str, label: str | None = None) -> Config:
     """Returns the configuration of a recipe: a built-in one, or "my.module:function" of the working directory.
 
-    Args:
-        label: start of error messages, the flag or the file that names the recipe; by default the flag.
-
-    Raises:
-        ValueError: no such recipe, module or function, an error in either, or a function that returns no `Config`.
+    Raises ValueError, which begins with `label`, for a recipe that does not exist, fails, or returns no `Config`.
     """
     label = label or f"--recipe {name}"
     module, colon, function = name.partition(":")
@@ -204,7 +196,6 @@ def recipe_config(name: str, label: str | None = None) -> Config:
 
 @contextmanager
 def recipe_errors(label: str) -> Generator[None]:
-    """Turns an exception of a recipe into a ValueError with its type and place, without both if a module is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -27,11 +27,7 @@ if TYPE_CHECKING:  # checks of a GPU import this module in environments without 
 def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.device:
     """Returns this rank's device: a GPU, made current, if the machine has one for each of its ranks, otherwise the CPU.
 
-    Args:
-        flag: the flag that sets `config.device`, for messages.
-
-    Raises:
-        ValueError: `device` is cuda and there are fewer GPUs than ranks; on every rank of the machine.
+    Raises ValueError, with `flag`, on every rank of the machine if `device` is cuda and GPUs are fewer than ranks.
     """
     ranks, gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
     if config.device == "cuda" and gpus < ranks:
@@ -51,18 +47,15 @@ EXPANDABLE = "expandable_segments"
 
 
 def allocator_settings(expandable: bool) -> str | None:
-    """Returns the environment's settings with expandable segments added; None if they need no change.
-
-    A setting of expandable segments in the environment takes precedence.
-    """
+    """Returns the environment's settings with expandable segments added; None if they need no change."""
     settings = next((os.environ[name] for name in ALLOCATOR_VARIABLES if os.environ.get(name)), "")
-    if not expandable or EXPANDABLE in settings:
+    if not expandable or EXPANDABLE in settings:  # a setting of expandable segments there takes precedence
         return None
     return ",".join(filter(None, (settings, f"{EXPANDABLE}:True")))
 
 
 def set_allocator(settings: str | None) -> None:
-    """Applies settings in the format of PYTORCH_ALLOC_CONF, unless None. Must run before GPU memory is allocated."""
+    """Applies settings in the format of PYTORCH_ALLOC_CONF. Must run before GPU memory is allocated."""
     if settings is not None:
         cast(Any, torch)._C._accelerator_setAllocatorSettings(settings)
 
@@ -80,7 +73,6 @@ class CudaSetup:
             split off an existing one; None: NCCL connects at the first collective.
         high_priority: mesh axes whose communicators run on streams of high priority.
         max_ctas: maximum number of thread blocks of an NCCL kernel on these axes; None: NCCL decides.
-        sm_margin: number of multiprocessors that FlashAttention-3 leaves to NCCL.
         connections: number of the GPU's hardware work queues. Streams that share a queue wait for each other.
     """
 
@@ -107,12 +99,10 @@ def cuda_setup(config: Config, ring: int) -> CudaSetup:
 
 
 def connections(settings: CudaConfig) -> int:
-    """Returns the number of the GPU's work queues, from the environment or else from the configuration."""
     return int(os.environ.get(CONNECTIONS) or settings.connections)
 
 
 def sm_margin(config: Config, ring: int) -> int:
-    """Returns the number of multiprocessors that FlashAttention-3 leaves to NCCL, with `ring` ranks on the ring."""
     if config.cuda.sm_margin is not None:
         return config.cuda.sm_margin
     # A compiled graph looks a kernel up by its name, which does not include the margin.
@@ -124,12 +114,8 @@ def kernel_with_sm_margin(
 ) -> str | Kernel | None:
     """Returns the kernel of a run's attention method, to be set as `Method.kernel`.
 
-    Args:
-        ring: number of ranks on the ring.
-
-    Returns:
-        If FlashAttention-3 would run with a margin: the kernel object, which has the margin as a field. Otherwise the
-        name in the configuration; None: the fastest kernel.
+    If FlashAttention-3 would run with a margin, this is the kernel object, which has the margin as a field. Otherwise
+    it is the name in the configuration; None: the fastest kernel.
     """
     name, margin = config.parallel.kernel, sm_margin(config, ring)
     kernel = choose_kernel(inputs_of(config, model, dtype, device), name) if margin else None
@@ -137,7 +123,6 @@ def kernel_with_sm_margin(
 
 
 def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device) -> Inputs:
-    """Returns the properties of the model's attention calls on a device, by which a kernel is chosen."""
     # `Inputs.of` reads only the dtype of q and the last dims of q and v.
     head = torch.empty(model.head_dim, dtype=dtype, device="meta")
     has_window = isinstance(model, LlamaConfig) and model.window is not None
@@ -149,7 +134,6 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L20": 119.5e12}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Returns the device's peak in bfloat16 FLOP/s; None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -47,13 +47,7 @@ INSTALLATION = " (pip install ./packages/plan, in a checkout of the repository)"
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter, or `count` parameters of equal name and shape in as many blocks.
-
-    Args:
-        name: name in the model, with * instead of the block's number.
-        shape: global shape.
-        local: shape of rank 0's shard.
-    """
+    """A parameter, or `count` of equal name and shape in as many blocks, whose numbers are * in the name."""
 
     name: str
     count: int
@@ -63,13 +57,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ChosenKernel:
-    """The kernel that runs on one kind of device.
-
-    Args:
-        device: a description such as "compute capability 9.0 (Hopper)".
-        name: name of the kernel; None if the requested kernel cannot run there.
-        rejected: by kernel name, the reasons why faster kernels, or the requested one, do not run.
-    """
+    """The kernel that runs on one kind of device, None if the requested one cannot; reasons against faster ones."""
 
     device: str
     name: str | None
@@ -82,12 +70,9 @@ class DryRun:
 
     Args:
         axes: ranks on each mesh axis.
-        model: sizes of the model.
         precision: dtype of forward and backward, on GPUs unless the configuration asks for the CPU.
         shapes: shapes of a micro-batch's tensors on rank 0, by name.
-        parameters: number of parameters of the model.
         local_parameters: number of parameters in rank 0's shards.
-        largest: the largest parameters.
         tokens_per_step: tokens of a step, over all ranks and micro-batches.
         flops: floating-point operations of a step, over all ranks.
         cuda: settings of CUDA and NCCL; None on the CPU.
@@ -112,9 +97,7 @@ class DryRun:
 
 
 def dry_run(config: Config, ranks: int | None = None, capability: Capability | None = None) -> DryRun:
-    """Returns the sizes of a run, from its model sharded on the meta device. Needs no GPU.
-
-    Starts its own fake process group.
+    """Returns the sizes of a run, from its model sharded on the meta device. Starts its own fake process group.
 
     Args:
         ranks: by default torchrun's WORLD_SIZE; without torchrun, the product of the configured axes.
@@ -157,14 +140,12 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
 
 
 def precision_of(config: Config) -> torch.dtype:
-    """Returns the dtype of forward and backward on GPUs, or on the CPU if the run is configured for the CPU."""
     return precision(config, torch.device("cpu" if config.train.device == "cpu" else "cuda"))
 
 
 def micro_batch_shapes(
     config: Config, axes: Mapping[str, int], model: LlamaConfig | GPTConfig, attention: Method
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of a micro-batch's tensors on rank 0, and of q and k of one attention kernel call."""
     rows, tp, ulysses = config.rows_per_batch, axes["tp"], axes["ulysses"]
     with flag_in_errors("--data.sequence-length"):  # fewer tokens than shards
         layout = attention.layout(config.data.sequence_length)
@@ -185,8 +166,7 @@ def micro_batch_shapes(
 
 
 def largest_parameters(model: Llama | GPT) -> list[Parameter]:
-    """Returns the largest parameters. One entry stands for the same parameter in all blocks."""
-    counts = Counter(
+    counts = Counter(  # one entry stands for the same parameter in all blocks
         (re.sub(r"\.\d+\.", ".*.", name), tuple(parameter.shape), tuple(compat.local_part(parameter).shape))
         for name, parameter in model.named_parameters()
     )
@@ -199,15 +179,11 @@ def kernels_of(
 ) -> list[ChosenKernel]:
     """Returns the attention kernel on each device of a dry run, with the reasons against faster kernels.
 
-    The device is the CPU if the configuration names it, else a GPU. A kernel's package, such as flash-attn, counts as
-    installed if it is installed on this machine.
-
-    Args:
-        capability: compute capability of the GPU; by default that of this machine's GPU, without one each of
-            `DRY_RUN_CAPABILITIES` in turn.
+    The GPU has this capability; by default that of this machine's GPU, without one each of `DRY_RUN_CAPABILITIES`.
     """
     if config.train.device == "cpu":
         return [_explain_choice(inputs_of(config, model, dtype, torch.device("cpu")), config.parallel.kernel)]
+    # A kernel's package, such as flash-attn, counts as installed if it is installed on this machine.
     inputs = inputs_of(config, model, dtype, torch.device("cuda"))
     known_capability = inputs.capability if capability is None else capability
     return [
@@ -217,7 +193,6 @@ def kernels_of(
 
 
 def _explain_choice(inputs: Inputs, requested_kernel: str | None) -> ChosenKernel:
-    """Returns the kernel for these inputs, and the reasons against faster kernels or the requested one."""
     device = inputs.device
     if inputs.capability is not None:
         number = ".".join(map(str, inputs.capability))
@@ -241,11 +216,7 @@ def _explain_choice(inputs: Inputs, requested_kernel: str | None) -> ChosenKerne
 
 
 def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
-    """Prints a dry run on rank 0, as tables or JSON.
-
-    Raises:
-        ValueError: as `dry_run`, on all ranks.
-    """
+    """Prints a dry run on rank 0, as tables or JSON. Raises as `dry_run`, on all ranks."""
     result = dry_run(config, ranks)
     if os.environ.get("RANK", "0") != "0":
         return
@@ -268,11 +239,7 @@ def show_dry_run(config: Config, ranks: int | None, as_json: bool) -> None:
 
 
 def print_dry_run(result: DryRun, location: str = "") -> None:
-    """Prints model and mesh, shapes of a micro-batch, the largest parameters, and attention's kernels.
-
-    Args:
-        location: text after the precision, such as ", on 8xh100".
-    """
+    """Prints mesh, shapes, largest parameters and kernels, with `location` after the precision: ", on 8xh100"."""
 
     def text(shape: tuple[int, ...]) -> str:
         return " x ".join(f"{size:,}" for size in shape)

@@ -117,7 +117,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def read_generate(argv: Sequence[str]) -> Generate:
-    """Parses and checks the options."""
     refuse_removed(argv, REMOVED)
     options = parse(argv, Generate, PROGRAM)
     check_limits(options)
@@ -129,13 +128,7 @@ def read_generate(argv: Sequence[str]) -> Generate:
 
 @dataclass(frozen=True)
 class Continuation:
-    """A prompt and its generated continuation.
-
-    Args:
-        prompt_ids: token ids of the prompt.
-        ids: generated token ids, without the stop token.
-        text: text of `ids`; None without a tokenizer.
-    """
+    """A prompt and its continuation: `ids` without the stop token, and their text, None without a tokenizer."""
 
     prompt: str
     prompt_ids: list[int]
@@ -227,7 +220,6 @@ class ModelSource:
 
 
 def find_source(path: Path, step: int | None) -> ModelSource:
-    """Returns the model source at `path`."""
     if not path.is_dir():
         raise ValueError(f"{path}: there is no such folder; give the output folder of a run, or a Hugging Face folder")
     # 1. One checkpoint of a run.
@@ -258,12 +250,7 @@ def find_source(path: Path, step: int | None) -> ModelSource:
 
 
 def find_tokenizer(source: ModelSource, name: str | None, begin: str | None) -> TwoWayTokenizer:
-    """Returns the tokenizer `name`, by default that of the run or of the Hugging Face folder.
-
-    Args:
-        name: tokenizer.json, a folder with one, or "bytes".
-        begin: name of a token in front of each prompt; None: as the tokenizer's files say.
-    """
+    """Returns the tokenizer `name`, or that of the run or folder; `begin` names a token in front of each prompt."""
     if name == "bytes":
         return ByteTokenizer()
     if name is not None:
@@ -284,8 +271,7 @@ def load_model(
 ) -> tuple[Llama | GPT, int | None]:
     """Returns the model with its weights, and the step of its checkpoint (None for a Hugging Face folder). Collective.
 
-    Raises:
-        ValueError: no checkpoint is intact, or weights or --tp do not fit the model; on every rank.
+    Raises ValueError on every rank if no checkpoint is intact, or weights or --tp do not fit the model.
     """
     # 1. A Hugging Face folder.
     folder = source.checkpoints
@@ -315,7 +301,6 @@ def load_model(
 
 
 def empty_model(options: Generate, sizes: LlamaConfig | GPTConfig, device: torch.device) -> Llama | GPT:
-    """Returns the model sharded over all ranks, with weights that are allocated but not filled."""
     ranks = world_size()
     if ranks % options.tp:
         raise ValueError(f"--tp {options.tp}: it must divide the number of ranks, {ranks}")

@@ -38,7 +38,6 @@ class Calls:
 
     Args:
         count: number of collectives. Ranks that wait in the same collective have the same number.
-        last: name of the latest operation.
         running: True if an operation has not completed.
         messages: number of sends and receives, which may differ between ranks.
     """
@@ -54,10 +53,6 @@ class Heartbeat:
     """The state of a rank. The fields after `phase` are set only after a failure or an alarm.
 
     Args:
-        step: the step that the rank works on.
-        phase: phase of the step, such as "training" or "saving".
-        failure: error that ended the rank's training.
-        location: text with the line that the rank executes.
         waits: True if the rank is in a collective, or waits for its device.
         calls: operations so far, by process group and backend.
         number: number of heartbeats that the rank has posted, so that each of them differs.
@@ -73,7 +68,6 @@ class Heartbeat:
 
     @property
     def position(self) -> str:
-        """Step and phase, such as "step 7" or "step 7 (saving)"."""
         return f"step {self.step}" + ("" if self.phase == "training" else f" ({self.phase})")
 
 
@@ -94,7 +88,6 @@ class Heartbeats:
         self._count = 0
 
     def post(self, beat: Heartbeat) -> None:
-        """Replaces this rank's heartbeat."""
         self._count += 1
         self._store.set(f"rank-{self.rank}", HEARTBEATS.dump_json(replace(beat, number=self._count)).decode())
 
@@ -133,15 +126,12 @@ class Heartbeats:
 def missing_ranks(beats: Mapping[int, Heartbeat | None], silent: set[int]) -> dict[int, str]:
     """Returns the ranks that the others wait for, each with the reason; an empty dict if all wait for each other.
 
-    Applies the first of these rules that finds ranks: 1. ranks that failed or stopped posting heartbeats; 2. ranks
-    that do not wait, while others do; 3. ranks that have started fewer collectives of a group than a rank that waits
-    in it.
-
     Args:
         beats: the last heartbeat of each rank; None for a rank without any.
         silent: ranks that have stopped posting heartbeats.
     """
-    # 1. Lost ranks.
+    # The first of these rules that finds ranks applies.
+    # 1. Lost ranks: they failed, or stopped posting heartbeats.
     reasons: dict[int, str] = {}
     for rank, beat in beats.items():
         if beat is None:
@@ -175,11 +165,9 @@ def missing_ranks(beats: Mapping[int, Heartbeat | None], silent: set[int]) -> di
 
 
 def recorded_calls() -> dict[str, Calls]:
-    """Returns this rank's operations by process group and backend, from torch's flight recorders.
-
-    The recorders keep only the latest operations, but number all of them. gloo does not record sends and receives. NCCL
-    records the sends and receives of a batch as completed, even while the batch is running.
-    """
+    """Returns this rank's operations by process group and backend, from torch's flight recorders."""
+    # The recorders keep only the latest operations, but number all of them. gloo does not record sends and receives.
+    # NCCL records those of a batch as completed, even while the batch is running.
     calls: dict[str, Calls] = {}
     for entry in recorded_collectives():
         operation: str = entry["profiling_name"]
@@ -193,9 +181,9 @@ def recorded_calls() -> dict[str, Calls]:
 def recorded_collectives() -> list[dict[str, Any]]:
     """Returns the latest collectives, sends and receives of this process from torch's flight recorders.
 
-    Operations of one process group and backend are in the order of their calls. Some keys of an entry: process_group
-    (name, description); profiling_name, such as "nccl2:all_reduce"; collective_seq_id and p2p_seq_id, the group's
-    numbers of collectives and of sends and receives so far; retired, True if the operation has completed.
+    Operations of one process group and backend are in the order of their calls. Keys of an entry: process_group (name,
+    description); profiling_name, such as "nccl2:all_reduce"; collective_seq_id and p2p_seq_id, the group's numbers so
+    far; retired, True if the operation has completed.
     """
     private: Any = cast(Any, torch)._C._distributed_c10d
     options = {"includeCollectives": True, "onlyActive": False}
@@ -211,10 +199,7 @@ def recorded_collectives() -> list[dict[str, Any]]:
 
 
 def backend_names() -> list[str]:
-    """Returns the names of the backends of all process groups. torch 2.15 has one flight recorder for each name.
-
-    A name is that of the backend's class: "nccl2" for a group that was created with "nccl".
-    """
+    # torch 2.15 has a flight recorder for each backend, by the name of its class: "nccl2" for a group of "nccl".
     groups: list[Any] = list(cast(Any, dist.distributed_c10d)._world.pg_map)
     return sorted({group._get_backend(device).name() for group in groups for device in group._device_types})
 
@@ -246,13 +231,11 @@ BLOCKING_READS = re.compile(r"\b(item|tolist|cpu|numpy|(_cuda_)?synchronize|_acc
 
 
 def current_stack() -> StackSummary:
-    """Returns the stack of the main thread, or of the thread that the main thread waits for, outermost line first.
-
-    The main thread may wait for a thread that it joins, for example while a checkpoint is saved, or for autograd's
-    device thread, which runs the backward pass on CUDA.
-    """
+    """Returns the stack of the main thread, or of the thread that the main thread waits for, outermost line first."""
     frames = sys._current_frames()  # pyright: ignore[reportPrivateUsage]
     frame = frames.pop(threading.main_thread().ident or 0)
+    # The main thread may join a thread, for example one that saves a checkpoint, or wait for autograd's device thread,
+    # which runs the backward pass on CUDA.
     while (ident := awaited_thread(frame, frames)) is not None:
         frame = frames.pop(ident)
     # Source lines are looked up when they are needed, since a file system that hangs would block the lookup.
@@ -262,12 +245,7 @@ def current_stack() -> StackSummary:
 
 
 def awaited_thread(frame: FrameType, frames: dict[int, FrameType]) -> int | None:
-    """Returns the id of the thread that the thread of `frame` waits for; None if it waits for none.
-
-    Args:
-        frame: innermost frame of a thread.
-        frames: innermost frames of the other threads, by thread id.
-    """
+    """Returns the id of the thread that the thread of this innermost frame waits for, or None."""
     if (thread := joined_thread(frame)) is not None:
         return thread.ident if thread.ident in frames else None
     if frame.f_code.co_name != "_engine_run_backward":
@@ -295,7 +273,7 @@ def joined_thread(frame: FrameType | None) -> threading.Thread | None:
 
 
 def location_of(stack: StackSummary) -> str:
-    """Returns text with the innermost line outside of the standard library, and the line that called torch, if any."""
+    """Returns the innermost line outside of the standard library, and the line that called torch, if any, as text."""
     lines = [line for line in stack if not in_standard_library(line.filename)] or list(stack)
     inner = lines[-1]
     caller = next((line for line in reversed(lines) if "/torch/" not in line.filename), inner)
@@ -304,23 +282,18 @@ def location_of(stack: StackSummary) -> str:
 
 
 def waits(stack: StackSummary) -> bool:
-    """Returns True if a stack ends in communication, or on a line with a call in which the host waits for the device.
-
-    These calls have no frame of their own. If such a line blocks elsewhere, `missing_ranks` counts collectives instead.
-    """
+    """Returns True if a stack ends in communication, or on a line in which the host waits for the device."""
+    # These calls have no frame of their own. If such a line blocks elsewhere, `missing_ranks` counts collectives.
     return communicates(stack) or any(BLOCKING_READS.search(line.line or "") for line in innermost(stack))
 
 
 def communicates(stack: StackSummary) -> bool:
-    """Returns True if a stack ends in a function that communicates, or in functions that such a function calls."""
+    # The stack ends in a function that communicates, or in functions that such a function calls.
     return any(line.filename.endswith(COMMUNICATION) for line in innermost(stack))
 
 
 def innermost(stack: StackSummary) -> list[FrameSummary]:
-    """Returns the innermost lines of a stack, innermost first, through the first one that communication never calls.
-
-    Communication may call functions in files that match `CALLED_BY_COMMUNICATION`, and of the standard library.
-    """
+    """Returns the innermost lines of a stack, innermost first, through the first one that communication never calls."""
     lines: list[FrameSummary] = []
     for line in reversed(stack):
         lines.append(line)
@@ -330,5 +303,5 @@ def innermost(stack: StackSummary) -> list[FrameSummary]:
 
 
 def in_standard_library(file: str) -> bool:
-    """Returns True for a file of Python's standard library. Its lines show that a thread waits, but not why."""
+    # Lines of the standard library show that a thread waits, but not why. Installed packages lie in its folder.
     return file.startswith(STANDARD_LIBRARY) and not {"site-packages", "dist-packages"} & set(Path(file).parts)

@@ -51,7 +51,6 @@ class Holder:
 
     Args:
         run: a random name of the run.
-        host: name of the machine, for messages.
         machine: identity of the machine, from `machine`.
         started: start of the process, from `start_time`. Another process can get the same `pid` later.
         since: time at which the run asked for the lock, ISO 8601 in UTC.
@@ -96,10 +95,8 @@ class Holder:
 
 
 def machine() -> str:
-    """Returns a name that processes share if and only if they see each other's process ids; "" if it is unknown.
-
-    The name consists of the kernel's boot id and the pid namespace, which differs between containers.
-    """
+    """Returns a name that processes share if and only if they see each other's process ids; "" if it is unknown."""
+    # The kernel's boot id, and the pid namespace, which differs between containers.
     try:
         with open_file("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().decode().strip()
@@ -122,8 +119,6 @@ def start_time(pid: int) -> int | None:
 
 @dataclass(frozen=True)
 class Claim:
-    """A run's lock file `number`.held in `folder`, and the run."""
-
     folder: Path
     number: int
     holder: Holder
@@ -144,7 +139,6 @@ class Claim:
             raise LockLost(f"{self.path} no longer belongs to {self.holder}")
 
     def beat(self) -> None:
-        """Posts a heartbeat: a new modification time."""
         with suppress(OSError):  # the next heartbeat may succeed
             os.utime(self.path)
 
@@ -156,14 +150,11 @@ class Claim:
 
 
 def take(folder: Path, holder: Holder, timeout: float, say: Callable[[str], None]) -> Claim:
-    """Takes the lock in `folder`.
-
-    Args:
-        timeout: seconds without a heartbeat after which a holder on another machine counts as dead.
-        say: called with a line before a wait for heartbeats.
+    """Takes the lock in `folder`. `say` gets a line before a wait for heartbeats.
 
     Raises:
-        FolderInUse: a run that is alive holds the lock; the message names it.
+        FolderInUse: a run that is alive holds the lock; the message names it. One on another machine counts as dead
+            after `timeout` seconds without a heartbeat.
         OSError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,10 +207,8 @@ def check_dead(path: Path, timeout: float, say: Callable[[str], None]) -> None:
 
 
 def heartbeat_arrives(path: Path, last_heartbeat: tuple[int, bytes], timeout: float) -> bool:
-    """Returns True if a heartbeat arrives within `timeout` seconds; False if none does, or the file is gone.
-
-    Waits for the file to change. Its modification time is not compared with this host's clock, since clocks differ.
-    """
+    """Returns True if a heartbeat arrives within `timeout` seconds; False if none does, or the file is gone."""
+    # The modification time is not compared with this host's clock, since clocks differ.
     end = time.monotonic() + timeout
     while (current := heartbeat(path)) == last_heartbeat:
         if time.monotonic() > end:
@@ -229,10 +218,8 @@ def heartbeat_arrives(path: Path, last_heartbeat: tuple[int, bytes], timeout: fl
 
 
 def heartbeat(path: Path) -> tuple[int, bytes] | None:
-    """Returns (modification time in ns, content) of a lock file; None if it does not exist. Heartbeats change the time.
-
-    Opens the file instead of calling `stat`, because network file systems refresh cached attributes on `open`.
-    """
+    """Returns (modification time in ns, content) of a lock file, which heartbeats change; None if it does not exist."""
+    # Not by `stat` alone, because network file systems refresh cached attributes on `open`.
     try:
         with open_file(path) as file:
             return os.fstat(file.fileno()).st_mtime_ns, file.read()
@@ -245,13 +232,7 @@ def heartbeat(path: Path) -> tuple[int, bytes] | None:
 class OutputLock:
     """Context manager that locks an output folder for all ranks; rank 0 holds the lock. Entering it is collective.
 
-    Args:
-        say: called with a line before a wait for another run's heartbeats.
-        timeout: seconds without a heartbeat after which a holder on another machine counts as dead.
-        flag: the flag that sets the folder, for messages.
-
-    Raises (on entry):
-        ValueError: another run holds the lock, or the folder cannot be written to; on every rank.
+    Raises ValueError on every rank if another run holds the lock, or the folder cannot be written to; `flag` names it.
     """
 
     def __init__(
@@ -292,7 +273,6 @@ class OutputLock:
             raise LockLost(self._lost_message)
 
     def _take(self) -> str:
-        """Takes the lock on rank 0; returns the name of the run there, "" on other ranks."""
         if dist.get_rank() != 0:
             return ""
         holder = Holder.this_process()
@@ -306,7 +286,7 @@ class OutputLock:
         return holder.run
 
     def _beat(self, claim: Claim) -> None:
-        """Posts heartbeats until the block exits or another run has taken the lock. Runs in a thread."""
+        # In a thread, until the block exits or another run has taken the lock.
         while not self._exited.wait(BEAT):
             claim.beat()
             try:

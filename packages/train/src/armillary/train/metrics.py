@@ -42,9 +42,8 @@ class StepMetrics:
     tokens: int = 0
 
     def line(self) -> str:
-        """Returns the log line, in a format like torchtitan's."""
         mfu = "-" if self.utilisation is None else f"{self.utilisation:.1%}"
-        return (
+        return (  # a format like torchtitan's
             f"step: {self.step} loss: {self.loss:.4f} grad_norm: {self.grad_norm:.4f} lr: {self.learning_rate:.2e} "
             f"memory: {self.memory / 2**30:.2f}GiB tps: {self.tokens_per_second:,.0f} "
             f"tflops: {self.tflops:.4g} mfu: {mfu}"
@@ -70,13 +69,7 @@ def average(steps: Sequence[StepMetrics]) -> StepMetrics:
 
 
 def measure(run: Run, step: int, batches: list[Batch], result: StepResult, seconds: float, tokens: int) -> StepMetrics:
-    """Returns the metrics of a step.
-
-    Args:
-        batches: this rank's micro-batches of the step.
-        seconds: duration of the step.
-        tokens: tokens trained on through this step, over all ranks and restarts.
-    """
+    """Returns the metrics of a step; `tokens` were trained on through it, over all ranks and restarts."""
     rate = run.tokens_per_step / seconds / dist.get_world_size()
     # Attention's work depends on the documents of a row, so each rank counts its own rows.
     per_token = [run.model.config.flops_per_token(batch.layout.length, run.mask(batch)) for batch in batches]
@@ -105,7 +98,6 @@ class Stopwatch:
         self.started = self.running_since = self.clock()
 
     def count(self, tokens: int) -> None:
-        """Ends a step of `tokens` tokens."""
         now = self.clock()
         self.last_seconds, self.running_since = now - self.running_since, now
         self.seconds, self.tokens = self.seconds + self.last_seconds, self.tokens + tokens
@@ -117,7 +109,6 @@ class Stopwatch:
         self.running_since = self.clock()
 
     def elapsed(self) -> float:
-        """Returns the seconds since construction, including pauses."""
         return self.clock() - self.started
 
 

@@ -21,14 +21,7 @@ class Profiler:
     """Writes traces and memory snapshots of chosen steps, one file per rank.
 
     A step's Chrome trace is `step-N-rank-R.json.gz` (for Perfetto, or chrome://tracing), its memory snapshot
-    `memory-step-N-rank-R.pickle` (for pytorch.org/memory_viz). The profiler and the memory history start one step
-    before a chosen step.
-
-    Args:
-        trace_steps: steps with a Chrome trace.
-        snapshots: steps after which the allocator's history is written; cuda only.
-        folder: folder of the files; created with the first file.
-        say: called with a line about a file that could not be written; training continues.
+    `memory-step-N-rank-R.pickle` (for pytorch.org/memory_viz), on cuda only. Training continues if a write fails.
     """
 
     def __init__(
@@ -41,7 +34,6 @@ class Profiler:
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:
-        """Context manager around a step."""
         # 1. Both start one step early: the start of the profiler slows the first step, which `_action` therefore does
         # not record, and the history then has the allocations of tensors that the step before leaves behind.
         if self._profile is None and {step, step + 1} & self._traced:
@@ -65,8 +57,7 @@ class Profiler:
                 self._profile = None
 
     def _action(self, count: int) -> ProfilerAction:
-        """Returns the profiler's action in the step that is `count` steps after its start."""
-        step = self._first_profiled + count
+        step = self._first_profiled + count  # of the step that is `count` steps after the profiler's start
         if step in self._traced:
             return ProfilerAction.RECORD_AND_SAVE
         return ProfilerAction.WARMUP if step + 1 in self._traced else ProfilerAction.NONE
@@ -91,7 +82,6 @@ class StepTrace:
         path: path of the file; None: no trace.
         steps: steps to trace; by default the second step after the start or restart.
         first, last: the first and the last step that this run trains, after a restart if there was one.
-        say: called with a line about a file that could not be written; training continues.
     """
 
     def __init__(
@@ -112,7 +102,6 @@ class StepTrace:
 
     @contextmanager
     def step(self, step: int) -> Generator[None]:
-        """Context manager around a step."""
         if step not in self._remaining:
             yield
             return

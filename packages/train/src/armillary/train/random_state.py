@@ -15,10 +15,7 @@ WORDS = 624
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Returns the states of all generators as tensors.
-
-    Python's and numpy's are int64 for the words and float64 for a stored normal number; torch's are uint8.
-    """
+    """Returns the states of all generators: int64 words, float64 stored normal numbers, uint8 for torch's."""
     # Python and numpy draw normal numbers in pairs, and store the second one of a pair in the state.
     version, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached_gauss = cast(tuple[Any, ...], np.random.get_state())
@@ -37,8 +34,7 @@ def random_state(device: torch.device) -> dict[str, Tensor]:
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     """Restores states that `random_state` returned. A generator without a state in `state` keeps its own.
 
-    Raises:
-        ValueError: the tensors are no valid state.
+    Raises ValueError if the tensors are no valid state.
     """
     try:
         if "python" in state:
@@ -60,7 +56,7 @@ def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
 
 
 def seed_all(*numbers: int) -> None:
-    """Seeds all generators from several numbers; each of them changes the streams."""
+    # Each of the numbers changes the streams.
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)

@@ -48,12 +48,7 @@ class Ranks:
 def results_of_all(
     action: Callable[[], R], group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
 ) -> list[R]:
-    """Calls `action` on every rank of a group, as `Ranks.on_all` does; by default of the default group. Collective.
-
-    Args:
-        timeout: of a wait for all ranks before the results are exchanged, which names missing ranks on rank 0; None: no
-            such wait. gloo only.
-    """
+    """Calls `action` on every rank of a group, as `Ranks.on_all` does; by default of the default group. Collective."""
     answer: tuple[R | None, Failure | None]
     cause: Exception | None = None
     # 1. A rank whose action failed still takes part in the exchange below, since the others wait for it there.
@@ -64,7 +59,7 @@ def results_of_all(
         failure = (kind, str(error)) if kind else (RuntimeError, f"{type(error).__name__}: {error}")
         cause, answer = error, (None, failure)
     # 2. An all-gather that times out does not name missing ranks. `monitored_barrier` does so on rank 0; on the other
-    # ranks it says that rank 0 is missing or gave up. Without a time-out it takes the default group's.
+    # ranks it says that rank 0 is missing or gave up. Only gloo has it. Its default time-out is the default group's.
     if timeout is not None:
         dist.monitored_barrier(group, timeout, wait_all_ranks=True)
     answers: list[Any] = [None] * dist.get_world_size(group)
@@ -81,11 +76,7 @@ def results_of_all(
 
 
 def check_consistent(subject: str, values: Mapping[str, Any]) -> None:
-    """Raises ValueError on every rank if ranks differ in one of these values. Collective.
-
-    Args:
-        subject: name of the values for the message, such as "the configuration".
-    """
+    """Raises ValueError on every rank if ranks differ in one of these values of the `subject`. Collective."""
     values_by_rank = results_of_all(lambda: dict(values))
     for rank, of_rank in enumerate(values_by_rank):
         for name, value in values_by_rank[0].items():
@@ -97,12 +88,8 @@ def check_consistent(subject: str, values: Mapping[str, Any]) -> None:
 def check_shared(folder: Path, ranks: Ranks, flag: str) -> None:
     """Creates the folder if it does not exist, and checks that all ranks see the same folder. Collective.
 
-    Args:
-        flag: the flag that sets the folder, for messages.
-
-    Raises:
-        ValueError: ranks do not see a file that rank 0 created; the message names them. On every rank.
-        OSError: rank 0 cannot create a file in the folder. On every rank.
+    Raises on every rank ValueError with the ranks that do not see a file of rank 0 and the `flag` that sets the folder,
+    or OSError if rank 0 cannot create a file.
     """
 
     # Rank 0 creates a file with a name that no earlier run has used. The other ranks look for it in their folder.

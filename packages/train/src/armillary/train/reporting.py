@@ -65,10 +65,8 @@ class Reporter:
             sink.close(CLOSE_TIMEOUT)
 
     def on_resume(self, step: int) -> None:
-        """Starts all sinks. Training begins after `step`: 0, or the step of the checkpoint.
-
-        Before this call only `say` has an effect, so that a run that is refused writes no files.
-        """
+        """Starts all sinks. Training begins after `step`: 0, or the step of the checkpoint."""
+        # Before this call only `say` has an effect, so that a run that is refused writes no files.
         self.last_step, self._started = step, True
         self._submit_to_all(lambda sink: sink.on_resume(step))
 
@@ -80,11 +78,9 @@ class Reporter:
             self.event("skipped", metrics.step)
 
     def on_validation(self, step: int, values: dict[str, float]) -> None:
-        """Sends the results of a validation after this step to all sinks."""
         self._submit_to_all(lambda sink: sink.on_validation(step, values))
 
     def event(self, kind: str, step: int, text: str = "") -> None:
-        """Sends an event to all sinks. Files and trackers log it; the screen does not print it."""
         self._submit_to_all(lambda sink: sink.event(kind, step, text))
 
     def say(self, line: str) -> None:
@@ -94,11 +90,7 @@ class Reporter:
             screen.flush(PRINT_TIMEOUT)
 
     def finish(self, step: int) -> Path | None:
-        """Sends the last event, "finished" or "stopped" after `step`, and draws the run's plot if configured.
-
-        Returns:
-            The path of the plot; None if none was drawn.
-        """
+        """Sends the last event, "finished" or "stopped"; draws the run's plot if configured, and returns its path."""
         self.event("finished" if step >= self.config.train.steps else "stopped", step)
         if not (self._sinks and self.config.log.plot):
             return None
@@ -121,19 +113,15 @@ class Reporter:
 class GuardedSink:
     """A sink of reports with its own thread, so that no error or wait of it affects training or other sinks.
 
-    A full disk, a lost network or a stopped terminal loses only reports. Only the first error is printed; the sink is
-    called again for the next report. The sinks do not share one thread: a sink that blocks, such as a terminal stopped
-    by ^S, would silence the others, or would need a replacement thread and lose the reports that it now shows later.
-
-    Args:
-        sink: called only in the thread.
-        complain: called with a line about the first error; in any thread.
-        capacity: length of the queue; reports beyond it are dropped.
+    A full disk, a lost network or a stopped terminal loses only reports, beyond `capacity` of them. Only the first
+    error is passed to `complain`, in any thread; the sink is called again for the next report.
     """
 
     def __init__(self, sink: Sink, complain: Callable[[str], None], capacity: int = 10_000) -> None:
         self.sink, self.name, self._complain, self._capacity = sink, type(sink).__name__, complain, capacity
         self._complained = False
+        # A thread of its own: a sink that blocks, such as a terminal stopped by ^S, would silence the others, or would
+        # need a replacement thread and lose the reports that it now shows later.
         self._queue: queue.SimpleQueue[Callable[[Sink], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=self.name, daemon=True)
         self._thread.start()
@@ -152,7 +140,6 @@ class GuardedSink:
         return event.wait(seconds)
 
     def close(self, seconds: float) -> None:
-        """Closes the sink and waits for its thread, at most `seconds`."""
         self._queue.put(lambda sink: sink.close())
         self._queue.put(None)
         self._thread.join(seconds)
@@ -198,9 +185,7 @@ class Sink:
 class Screen(Sink):
     """Prints lines of steps, with rates averaged over all steps since the previous line, and a progress bar below them.
 
-    Args:
-        steps: number of steps of the run.
-        every: steps between lines; the first and the last step have a line too.
+    Every `every` steps have a line; the first and the last step have one too.
     """
 
     def __init__(self, steps: int, every: int) -> None:
@@ -288,11 +273,7 @@ class TensorBoard(Sink):
 
 
 class WeightsAndBiases(Sink):
-    """Logs to a run at Weights & Biases. A restart resumes that run, by the id in the output folder.
-
-    Args:
-        config: configuration of the run, shown beside its curves.
-    """
+    """Logs to a run at Weights & Biases. A restart resumes that run, by the id in the output folder."""
 
     def __init__(self, project: str, folder: Path, config: dict[str, Any]) -> None:
         self.project, self.folder, self.config = project, folder, config
@@ -331,8 +312,7 @@ BUFFER = 1 << 20
 class Journal(Sink):
     """Writes metrics.jsonl. A number that is not finite becomes null, and its line has "bad": true.
 
-    Args:
-        fence: called before each change of the file; raises if another run has taken the output folder.
+    `fence` is called before each change of the file.
     """
 
     def __init__(self, path: Path, fence: Callable[[], None] = lambda: None) -> None:
@@ -369,20 +349,13 @@ class Journal(Sink):
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """Returns a record with None for each number that JSON cannot express: NaN and infinities."""
-    if isinstance(value, dict):
+    if isinstance(value, dict):  # JSON has no NaN and no infinities
         return {key: replace_nonfinite(inner) for key, inner in value.items()}
     return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def cut_records(path: Path, step: int) -> None:
-    """Truncates the file before the first record of a step after `step`, or before an incomplete line.
-
-    This works on a full disk too. Later lines have later steps too, except some events of saves in the background.
-
-    Raises:
-        OSError: the file exists and cannot be read or changed.
-    """
+    """Truncates the file before the first record of a step after `step`, or before an incomplete line."""
     if not path.exists():
         return
     with open_file(path) as file:
@@ -392,6 +365,7 @@ def cut_records(path: Path, step: int) -> None:
             if not line.endswith(b"\n") or (record is not None and record["step"] > step):
                 break
             kept_bytes += len(line)
+    # This works on a full disk too. Later lines have later steps too, except some events of background saves.
     os.truncate(path, kept_bytes)
 
 
@@ -405,7 +379,6 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Returns the record on a line; None if the line is not complete JSON with a step."""
     try:
         record = parse_json(line)
     except ValueError:
@@ -416,12 +389,7 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 def draw_loss(folder: Path) -> Path:
     """Draws the run in an output folder as loss.png in this folder, and returns its path.
 
-    The picture shows the loss, validations and restarts, and below them the gradient norm and the learning rate.
-
-    Raises:
-        ValueError: the run has no step yet.
-        ImportError: matplotlib is not installed.
-        OSError: a file cannot be read or written.
+    Raises ValueError if the run has no step yet, ImportError without matplotlib, and OSError.
     """
     records = list(read_records(folder / "metrics.jsonl"))
     steps = [record for record in records if "loss" in record]

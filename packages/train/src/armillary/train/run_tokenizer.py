@@ -54,11 +54,7 @@ class TokenSource:
     def tokenizer(self, begin: str | None = None) -> tuple[TwoWayTokenizer, Path | None]:
         """Returns the tokenizer, and the folder with its files: the pretrained one, or a store. None for bytes.
 
-        Args:
-            begin: name of a token in front of each text; None: as the tokenizer's files say.
-
-        Raises:
-            ValueError: no tokenizer is known, or it cannot be read.
+        Raises ValueError if no tokenizer is known, or it cannot be read.
         """
         # The pretrained folder's tokenizer comes first, because the run tokenizes text with it.
         if self.pretrained is not None and has_tokenizer(self.pretrained):
@@ -84,11 +80,7 @@ class TokenSource:
 
 @contextmanager
 def export_source(tokens: TokenSource) -> Generator[tuple[Path | None, str]]:
-    """Context manager that makes a folder with the tokenizer of a run, from which `hub.save` copies.
-
-    Yields:
-        The folder, or None; and a phrase that names the tokenizer, or says why the export has none.
-    """
+    """Makes a folder with the tokenizer of a run for exports, or None; and a phrase that names it, or says why not."""
     pretrained = tokens.pretrained if tokens.pretrained is not None and tokens.pretrained.is_dir() else None
     if has_tokenizer(pretrained):
         yield pretrained, f"tokenizer of {pretrained}"
@@ -102,11 +94,7 @@ def export_source(tokens: TokenSource) -> Generator[tuple[Path | None, str]]:
 
 
 def write_source(target: Path, tokens: TokenSource, pretrained: Path | None) -> str:
-    """Writes the tokenizer of a run, and a config.json with the ids of special tokens; returns a phrase about both.
-
-    Args:
-        pretrained: folder whose config.json has the other fields.
-    """
+    """Writes a run's tokenizer and config.json, with fields of the pretrained one; returns a phrase about both."""
     tokenizer, folder = tokens.tokenizer()
     fields = read_json(pretrained / CONFIG) if pretrained is not None and (pretrained / CONFIG).is_file() else {}
     # The ids of special tokens are those of the run's tokens, and not those of the pretrained model.

@@ -104,7 +104,6 @@ def backward(run: Run, batch: Batch, label_count: Tensor) -> Tensor:
 
 
 def local_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Returns (sum of the losses of this rank's labelled tokens, their number or sum of weights)."""
     return forward(run, batch, linear_token_loss)
 
 
@@ -142,7 +141,6 @@ def batch_mask(documents: Documents, parents: Parents | None, within_documents: 
 
 
 def sum_over_ranks(run: Run, value: Tensor | float) -> Tensor:
-    """Returns a new tensor with the sum of `value` over all ranks that hold different tokens of the step."""
     # `full` fills the tensor on the device. `torch.tensor` would copy from the host, and the host would wait for it.
     dtype = torch.float64 if isinstance(value, float) else None
     local_value = value.clone() if isinstance(value, Tensor) else torch.full((), value, dtype=dtype, device=run.device)

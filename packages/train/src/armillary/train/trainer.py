@@ -140,11 +140,7 @@ def validate(run: Run) -> dict[str, float]:
 
 
 def mean_over_rows(run: Run, rows: Batches, evaluate: Callable[[Batch], tuple[Tensor, Tensor]]) -> float:
-    """Returns the sum of totals divided by the sum of counts, of the first `validation.batches` global batches.
-
-    Args:
-        evaluate: returns (total, count) of this rank's tokens of a micro-batch. Both are summed over all ranks.
-    """
+    """Returns the mean of `evaluate`, (total, count) of a rank's micro-batch, over the held-out global batches."""
     micro_batches = range(run.config.validation.batches * run.config.train.accumulation)
     # Sums stay on the device until the end, so that the host queues the next micro-batch meanwhile.
     sums = [torch.stack([x.double() for x in evaluate(rows.batch(i))]) for i in micro_batches]
@@ -155,16 +151,14 @@ def mean_over_rows(run: Run, rows: Batches, evaluate: Callable[[Batch], tuple[Te
 class BadSteps:
     """Counts consecutive bad steps: steps whose loss or gradient norm is not finite, and whose update was skipped.
 
-    Raises (from `count`):
-        FloatingPointError: after a bad step if `train.bad_step` is "stop", or after `train.bad_steps` of them in a
-            row; on every rank. The message names the rows.
+    `count` raises FloatingPointError on every rank, with the rows, after a bad step if `train.bad_step` is "stop", or
+    after `train.bad_steps` of them in a row.
     """
 
     def __init__(self, run: Run, say: Callable[[str], None]) -> None:
         self.run, self.say, self.in_a_row = run, say, 0
 
     def count(self, step: int, result: StepResult, batches: list[Batch]) -> None:
-        """Counts a step; every rank must call it with the same result."""
         if result.good:
             self.in_a_row = 0
             return
@@ -179,7 +173,6 @@ class BadSteps:
 
 
 def describe_bad_rows(run: Run, batches: list[Batch]) -> str:
-    """Returns text that names the ranks and rows whose loss is not finite, or all rows if only the gradient is not."""
     by_rank, rows = bad_rows(run, batches), run.training
     bad_row_numbers = sorted({row for of_rank in by_rank.values() for row in of_rank})
     if not bad_row_numbers:
@@ -193,10 +186,8 @@ def describe_bad_rows(run: Run, batches: list[Batch]) -> str:
 
 @torch.no_grad()
 def bad_rows(run: Run, batches: list[Batch]) -> dict[int, list[int]]:
-    """Returns the rows whose loss is not finite, by rank. Every rank must call it.
-
-    Runs forward again, on one row at a time, with the weights of the bad step, which the skipped update left unchanged.
-    """
+    """Returns the rows whose loss is not finite, by rank. Every rank must call it."""
+    # Forward again, on one row at a time, with the weights of the bad step, which the skipped update left unchanged.
     single_rows = [batch.of_row(i) for batch in batches for i in range(len(batch.rows))]
     own_rows = [batch.rows.start for batch in single_rows if not local_loss(run, batch)[0].isfinite()]
     rows_by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]

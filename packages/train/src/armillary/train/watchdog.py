@@ -57,15 +57,11 @@ class Watchdog:
     that names them replaces the error. Only the first rank of each torchrun reports a cause (`report_failure`).
 
     The process ends at once if its launcher has died, and after `GRACE` seconds if the store is gone and training has
-    not ended by then.
-
-    Outside of a `with` block no thread runs, and `start_phase` only notes the phase.
+    not ended by then. Outside of a `with` block no thread runs, and `start_phase` only notes the phase.
 
     Args:
         limit: seconds that a step of training may take.
         flag: the flag that sets `limit`, with its value, for messages.
-        folder: folder for stack dumps.
-        program: name of the command, for messages.
     """
 
     def __init__(self, limit: float, flag: str, folder: Path, program: str) -> None:
@@ -114,7 +110,7 @@ class Watchdog:
 
     @contextmanager
     def reporting(self) -> Generator[None]:
-        """Context manager that reports an error to all ranks before the exits of enclosing blocks run.
+        """Reports an error to all ranks before the exits of enclosing blocks run.
 
         Use it inside of a block whose exit waits for a thread or for other ranks: without it, the error would be
         reported only after that wait, which may never end. Does nothing if the watchdog's thread is not running.
@@ -147,7 +143,7 @@ class Watchdog:
         self._reported.wait(4 * SILENCE)
 
     def _watch(self) -> None:
-        """Runs in the thread. Posts heartbeats until training ends or a rank raises the alarm; ends a hung process."""
+        # In a thread: heartbeats until training ends or a rank raises the alarm, which ends a hung process.
         try:
             while not self._ended:
                 self._end_without_launcher()
@@ -182,7 +178,7 @@ class Watchdog:
         return Heartbeat(self.step, self.phase, failure=self._failure)
 
     def _end_without_launcher(self) -> None:
-        """Ends the process if its launcher has died, since it would still use the device when the run is restarted."""
+        # This rank would still use the device when the run is restarted.
         if self._launcher not in (None, os.getppid()):
             rank, position = self._heartbeats.rank, self._heartbeat().position
             reason = f"ends in {position}: torchrun (process {self._launcher}), which started this rank, is gone"

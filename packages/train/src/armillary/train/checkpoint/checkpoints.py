@@ -112,14 +112,10 @@ class Checkpoints:
             self.ranks.close()
 
     def restore(self) -> int:
-        """Restores the newest intact checkpoint; returns its step, 0 if there is none.
+        """Restores the newest intact checkpoint; returns its step, 0 if there is none. Writes this run's config.json.
 
-        Writes this run's config.json. The random states are restored too if the checkpoint has them for this number of
-        ranks, and otherwise seeded from seed, step and rank.
-
-        Raises:
-            ValueError: ranks see different folders, no checkpoint is intact, the newest intact one is of another model
-                or of other rows, or a folder may not be read or changed. On every rank.
+        Raises ValueError on every rank if ranks see different folders, no checkpoint is intact, the newest intact one
+        is of another model or of other rows, or a folder may not be read or changed.
         """
         try:
             check_shared(self.folder.path, self.ranks, "--train.output")
@@ -159,13 +155,7 @@ class Checkpoints:
         self._saving = Background(f"step-{step}", partial(self._try_to_save, copy, manifest))
 
     def finish(self, step: int, prune: bool = True) -> Path:
-        """Saves the state after `step` unless it is saved, and exports the last step if configured.
-
-        Args:
-            prune: True: remove older checkpoints that `keep_last` and `keep_every` do not keep.
-
-        Returns:
-            The path of the checkpoint.
+        """Saves the state after `step` unless it is saved, exports the last step if configured, and returns the path.
 
         Raises:
             OSError: the state cannot be saved or exported; on every rank.
@@ -186,10 +176,8 @@ class Checkpoints:
         return self.folder.path_of(step)
 
     def _manifest(self, step: int) -> Manifest:
-        """Returns the manifest, for which `_save` fills in files and time.
-
-        Runs in the training thread, because the state of the training rows changes while a thread writes.
-        """
+        """Returns the manifest, without files and time."""
+        # In the training thread: the state of the training rows changes while a thread writes.
         return Manifest(
             step=step,
             ranks=self.ranks.size,
@@ -202,21 +190,17 @@ class Checkpoints:
         )
 
     def _try_to_save(self, state: State, manifest: Manifest) -> None:
-        """Saves and removes older checkpoints; only prints an OSError."""
         try:
             self._save(state, manifest)
-        except OSError as error:
+        except OSError as error:  # other errors, such as a missing rank, end the run
             failed = f"step-{manifest.step} could not be saved: {error}"
             self.say(f"{failed}; training continues, and earlier checkpoints are kept")
 
     def _save(self, state: State, manifest: Manifest, prune: bool = True) -> None:
         """Writes `state` as the checkpoint of `manifest`, and removes older ones if `prune`. Collective; in any thread.
 
-        Raises:
-            OSError: a rank could not write, with the reason; on every rank. The incomplete checkpoint is removed, and
-                earlier ones are unchanged.
-            ValueError: the state has a value that a checkpoint cannot hold; on every rank.
-            RuntimeError: any other error, such as a missing rank.
+        Raises on every rank OSError with the reason if a rank could not write, ValueError for a value that a checkpoint
+        cannot hold, and RuntimeError for any other error, such as a missing rank.
         """
         step, folder, ranks = manifest.step, self.folder, self.ranks
         if self.run.device.type == "cuda":
@@ -246,7 +230,6 @@ class Checkpoints:
                 self.say(f"older checkpoints could not be removed: {error}")
 
     def _wait_for_save(self) -> None:
-        """Waits for the save in flight, and raises its error, if it was not an OSError."""
         if self._saving is None:
             return
         since = time.monotonic()
@@ -267,8 +250,7 @@ class Checkpoints:
 def commit(folder: CheckpointFolder, manifest: Manifest) -> None:
     """Adds the manifest to the incomplete checkpoint of its step, and completes the checkpoint. On one rank.
 
-    Raises:
-        OSError: a file is missing or has another size than was written, or the folder cannot be changed.
+    Raises OSError if a file is missing or has another size than was written, or the folder cannot be changed.
     """
     partial = folder.partial(manifest.step)
     # Files of other hosts are on a file system that may have lost them. Their bytes were written under checksums.
@@ -280,14 +262,13 @@ def commit(folder: CheckpointFolder, manifest: Manifest) -> None:
 
 
 def saved_state(run: Run, rank: int) -> State:
-    """Returns the tensors of a checkpoint: the shards of model and optimizer, and this rank's random state."""
     state = training_state(run)
     optimizer = {"state": state["optimizer"]["state"]}
     return {"model": state["model"], "optimizer": optimizer, "random": {f"rank-{rank}": random_state(run.device)}}
 
 
 def training_state(run: Run) -> State:
-    """Returns the state dicts of model and optimizer. Creates the optimizer's state if there has been no step."""
+    """Returns the state dicts of model and optimizer, whose state is created if there has been no step."""
     if not run.optimizer.state:
         get_optimizer_state_dict(run.model, run.optimizer)  # torch creates the state by a step with learning rate 0
         for values in run.optimizer.state.values():
@@ -297,16 +278,13 @@ def training_state(run: Run) -> State:
 
 
 def model_description(run: Run) -> dict[str, Any]:
-    """Returns the fields of a Hugging Face config.json for the run's model."""
     # Through JSON, which turns tuples into lists: a manifest that was read from a file has lists too.
     return json.loads(json.dumps(describe(run.model.config, torch.float32)))
 
 
 def settings(run: Run, ranks: int) -> dict[str, str]:
-    """Returns the fields of a run's configuration as texts, by flag without the leading dashes.
-
-    Mesh axes and device are the actual ones, also if the configuration leaves the choice open. `ranks` is added.
-    """
+    """Returns the fields of a run's configuration as texts, by flag without the leading dashes, and `ranks`."""
+    # Mesh axes and device are the actual ones, also if the configuration leaves the choice open.
     flags = {flag(name): flag_text(value) for name, value in flat(run.config) if name not in NOT_SAVED}
     axes = {f"parallel.{axis}": str(size) for axis, size in choose_axes(run.config, ranks).items()}
     return flags | axes | {"train.device": run.device.type, "ranks": str(ranks)}
@@ -315,16 +293,13 @@ def settings(run: Run, ranks: int) -> dict[str, str]:
 def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str], None]) -> Manifest | None:
     """Restores the newest intact checkpoint; returns its manifest, None if there are no checkpoints. Collective.
 
-    Removes incomplete checkpoints; reports and renames damaged ones. If the checkpoint was saved by another number of
-    ranks, random states are seeded from seed, step and rank.
-
     Raises:
         ValueError: no checkpoint is intact, or the newest intact one is of another model or of other rows; on every
             rank. Complete checkpoints and the model are then unchanged. Also if tensors cannot be read; the model may
             then be partly loaded.
         OSError: the folder cannot be changed; on every rank.
     """
-    ranks.on_first(folder.clear)
+    ranks.on_first(folder.clear)  # incomplete checkpoints
     checkpoint = SavedCheckpoint.newest(folder, ranks, "; name another --train.output to start anew")
     if checkpoint is None:
         return None
@@ -350,7 +325,7 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
         damaged_path = ranks.on_first(lambda step=step: folder.set_aside(step, is_copy(folder, step)))
         say(f"step-{step}: {fault}; kept as {damaged_path}, resuming from step-{manifest.step}")
     # 3. Tensors are loaded last, since loading overwrites the model in place. All generators are seeded first, for
-    # those whose state the checkpoint lacks.
+    # those whose state the checkpoint lacks: all of them if another number of ranks saved it.
     seed_all(run.config.train.seed, manifest.step, ranks.rank)
     prefix, random = f"random.rank-{ranks.rank}.", random_state(run.device)
     saved = tensors.describe(prefix) if manifest.ranks == ranks.size else {}
@@ -375,11 +350,7 @@ def restore(run: Run, folder: CheckpointFolder, ranks: Ranks, say: Callable[[str
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint with the checksums and headers that its manifest states; no data has been read into tensors.
-
-    Args:
-        newer_faults: the faults of newer checkpoints, by step.
-    """
+    """A checkpoint with verified checksums and headers, and the faults of newer ones by step."""
 
     path: Path
     manifest: Manifest
@@ -390,9 +361,7 @@ class SavedCheckpoint:
     def open(cls, folder: CheckpointFolder, step: int, ranks: Ranks) -> SavedCheckpoint:
         """Verifies every byte of a checkpoint. Collective.
 
-        Raises:
-            Damaged: the checkpoint is not intact.
-            ValueError: it has another format, or may not be read.
+        Raises `Damaged` if it is not intact, ValueError if it has another format or may not be read.
         """
         # Checksums need every byte, so ranks share the files. Headers are small: one rank reads and sends them all.
         faults = ranks.on_all(lambda: checkpoint_fault(folder, step, ranks.rank, ranks.size))
@@ -416,11 +385,7 @@ class SavedCheckpoint:
     def newest(cls, folder: CheckpointFolder, ranks: Ranks, advice: str = "") -> SavedCheckpoint | None:
         """Verifies checkpoints, newest first, until one is intact; returns None if there are none. Collective.
 
-        Args:
-            advice: end of the error message if none is intact.
-
-        Raises:
-            ValueError: there are checkpoints, and none is intact; or one has another format, or may not be read.
+        Raises ValueError, which ends with `advice`, if none is intact; also for another format, and without permission.
         """
         # Only damage leads to an older checkpoint. After any other error the newest one may be intact, and training
         # again from an older one would overwrite it.
@@ -436,11 +401,7 @@ class SavedCheckpoint:
         return None
 
     def config(self) -> LlamaConfig | GPTConfig:
-        """Returns the model's config, after comparing it with the saved tensors.
-
-        Raises:
-            ValueError: the manifest's model is invalid, or does not have the saved tensors.
-        """
+        """Returns the model's config. Raises ValueError if it is invalid or does not have the saved tensors."""
         source = f"{self.path / MANIFEST}: model"
         try:
             config = parse(self.manifest.model)
@@ -459,7 +420,6 @@ class SavedCheckpoint:
 
 
 def first_differences(saved_values: Mapping[str, Any], current: Mapping[str, Any], limit: int = 3) -> str:
-    """Describes the first `limit` differences between saved and current values; "" if they are equal."""
     # A name that only one side has differs from one whose value is None.
     names = [
         n
@@ -474,13 +434,10 @@ def first_differences(saved_values: Mapping[str, Any], current: Mapping[str, Any
 
 
 class Background(Thread):
-    """A thread that runs `work`, started by the constructor. `raise_error` raises the error of `work`.
-
-    The thread is a daemon: when the main thread ends with an error, the process does not wait for `work`, which may be
-    waiting for missing ranks.
-    """
+    """A daemon thread that runs `work`, started by the constructor."""
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
+        # When the main thread fails, the process must not wait for `work`, which may wait for missing ranks.
         super().__init__(name=name, daemon=True)
         self.work, self.error = work, None
         self.start()

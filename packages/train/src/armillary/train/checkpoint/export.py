@@ -48,9 +48,7 @@ class Export:
 def export(options: Export) -> None:
     """Writes the Hugging Face folder, and prints a line about it.
 
-    Raises:
-        ValueError: there is no checkpoint, it is damaged, or `pretrained` is neither a Hugging Face folder nor a store.
-        OSError: a file could not be written.
+    Raises ValueError if there is no intact checkpoint, or `pretrained` is no Hugging Face folder and no store; OSError.
     """
     tokens = token_source(options)
     try:
@@ -74,7 +72,6 @@ def export(options: Export) -> None:
 
 
 def token_source(options: Export) -> TokenSource:
-    """Returns the source of the tokenizer: `pretrained` if it is given, and otherwise the settings of the run."""
     run = TokenSource.read(Path(os.path.realpath(options.checkpoint)).parent.parent)  # OUTPUT/checkpoint/step-N
     path = options.pretrained
     if path is None:

@@ -35,8 +35,7 @@ class CheckpointFolder:
 
     Args:
         run: a name that no other run has.
-        fence: called right before a change that others see; raises if another run has taken the folder. If another run
-            takes it between `fence` and a commit, the commit fails, since that run removes all incomplete checkpoints.
+        fence: called right before a change that others see; raises if another run has taken the folder.
     """
 
     path: Path
@@ -59,7 +58,6 @@ class CheckpointFolder:
             return []
 
     def steps(self) -> list[int]:
-        """Returns the steps of complete checkpoints, in rising order."""
         return sorted(int(match[1]) for name in self.names() if (match := COMPLETE.fullmatch(name)))
 
     def clear(self) -> None:
@@ -71,7 +69,6 @@ class CheckpointFolder:
             remove(self.damaged_path(step))
 
     def begin(self, step: int) -> None:
-        """Creates `partial(step)`, an empty folder for the files of a checkpoint."""
         self.fence()
         remove(self.partial(step))
         self.partial(step).mkdir(parents=True)
@@ -80,6 +77,7 @@ class CheckpointFolder:
         """Commits a checkpoint whose files are on disk, by renaming its folder."""
         partial = self.partial(step)
         sync_folder(partial)  # all file names are on disk before the folder gets the name of a complete checkpoint
+        # If another run takes the folder now, the rename fails, since that run removes all incomplete checkpoints.
         self.fence()
         partial.rename(self.path_of(step))
         sync_folder(self.path)  # before the caller removes older checkpoints
@@ -112,7 +110,6 @@ class CheckpointFolder:
 
 
 def remove(path: Path) -> None:
-    """Removes a file or folder, if it exists."""
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -120,7 +117,6 @@ def remove(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Flushes the names in a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -138,9 +134,8 @@ def checkpoint_folder(config: Config) -> CheckpointFolder:
 def check_output(config: Config) -> None:
     """Creates the output folder if it does not exist, and changes nothing in it.
 
-    Raises:
-        ValueError: the folder cannot be written to, or has checkpoints although `save.resume` is "never". Only on the
-            ranks that see this.
+    Raises ValueError, on the ranks that see it, if the folder cannot be written to, or has checkpoints although
+    `save.resume` is "never".
     """
     with writing_to(config.train.output) as folder:
         if config.save.resume == "never" and (steps := checkpoint_folder(config).steps()):
@@ -152,7 +147,6 @@ def check_output(config: Config) -> None:
 
 
 def write_config(config: Config) -> None:
-    """Writes the resolved configuration to config.json in the output folder. On one rank."""
     with writing_to(config.train.output) as folder:
         # Paths are absolute, so that other commands find the data from any working directory.
         text = json.dumps(asdict(config), indent=2, default=lambda path: str(path.absolute())) + "\n"
@@ -161,7 +155,6 @@ def write_config(config: Config) -> None:
 
 @contextmanager
 def writing_to(folder: Path) -> Generator[Path]:
-    """Turns an OSError into a ValueError that names --train.output."""
     try:
         yield folder
     except OSError as error:

@@ -58,16 +58,13 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def has_local_chunk(x: Any) -> bool:
-    """Returns True for a `DTensor` on a mesh that includes this rank."""
     return isinstance(x, DTensor) and x.device_mesh.get_coordinate() is not None
 
 
 def local_chunk(x: DTensor) -> ChunkStorageMetadata:
-    """Returns the offsets and sizes of this rank's chunk of `x`.
-
-    DCP identifies a chunk by its offsets. An empty chunk is placed at the end of the dim, where no other chunk begins.
-    """
+    """Returns the offsets and sizes of this rank's chunk of `x`."""
     _, box = local_part(x)
+    # DCP identifies a chunk by its offsets. An empty chunk lies at the end of the dim, where no other chunk begins.
     starts = [
         dim_slice.start if dim_slice.start < dim_slice.stop else size
         for dim_slice, size in zip(box, x.shape, strict=True)

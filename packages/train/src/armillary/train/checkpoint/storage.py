@@ -86,12 +86,10 @@ class Manifest:
 
     Args:
         step: the last trained step.
-        ranks: number of ranks that saved the checkpoint.
-        tokens: number of tokens trained on so far, over all ranks.
+        tokens: tokens trained on so far, over all ranks.
         loader: state of the training rows, the same on all ranks.
         model: fields of a Hugging Face config.json.
         time: time of the commit, ISO 8601 in UTC.
-        files: size and CRC-32 of each file, by name.
         settings: values of the run's configuration as texts, by flag without leading dashes: "optimizer.min-lr".
     """
 
@@ -109,7 +107,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """Reads the manifest of a checkpoint. Unknown fields, of later versions, are ignored.
+        """Reads the manifest of a checkpoint.
 
         Raises:
             Damaged: the manifest is missing, has changed, or a field is missing or invalid.
@@ -127,6 +125,7 @@ class Manifest:
                 "with armillary-export of the version that wrote it, and start from the export with --model.pretrained"
             )
         try:
+            # Unknown fields, of later versions, are ignored.
             # Through JSON: strict validation of Python values would refuse a dict for the dataclass `FileRecord`.
             manifest = VALIDATOR.validate_json(json.dumps(fields), strict=True)
         except ValidationError as error:
@@ -142,13 +141,9 @@ VALIDATOR = TypeAdapter(Manifest)
 
 
 def checkpoint_fault(folder: CheckpointFolder, step: int, reader: int = 0, readers: int = 1) -> str | None:
-    """Returns the first fault of a checkpoint's manifest, or of a reader's share of its files; None if there is none.
+    """Returns the first fault of a checkpoint's manifest, or in a reader's share of its files; None if there is none.
 
-    Args:
-        reader, readers: as for `file_fault`.
-
-    Raises:
-        ValueError: the manifest has another format, or this process cannot read a file.
+    Raises ValueError if the manifest has another format, or this process cannot read a file.
     """
     try:
         manifest = Manifest.read(folder.path_of(step))
@@ -160,9 +155,8 @@ def checkpoint_fault(folder: CheckpointFolder, step: int, reader: int = 0, reade
 
 
 def is_copy(folder: CheckpointFolder, step: int) -> bool:
-    """Returns True if the folder of `step` is a copy of another step's, by its manifest."""
     try:
-        return Manifest.read(folder.path_of(step)).step != step
+        return Manifest.read(folder.path_of(step)).step != step  # the folder of another step was copied
     except Damaged:
         return False
 
@@ -171,14 +165,9 @@ def is_copy(folder: CheckpointFolder, step: int) -> bool:
 
 
 def file_fault(files: Mapping[str, FileRecord], folder: Path, reader: int = 0, readers: int = 1) -> str | None:
-    """Returns the first fault among a reader's share of the files; None if all are intact.
+    """Returns the first fault in this reader's share of the files, of `readers` shares; None if all are intact.
 
-    Args:
-        reader: number of this reader, 0..readers-1.
-        readers: number of readers that divide the files among them.
-
-    Raises:
-        ValueError: this process may not read a file.
+    Raises ValueError if this process may not read a file.
     """
     # Sorted, so that all readers number the files alike and their shares cover each file once.
     for name in sorted(files)[reader::readers]:
@@ -195,17 +184,12 @@ def file_fault(files: Mapping[str, FileRecord], folder: Path, reader: int = 0, r
 
 
 def write_checked(path: Path, fields: Mapping[str, Any]) -> None:
-    """Writes fields as JSON with their checksum, and flushes the file to disk."""
+    """Writes fields as JSON with their checksum, synced to disk."""
     write_synced(path, [(json.dumps({**fields, "crc32": checksum(fields)}, indent=2) + "\n").encode()])
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """Returns the fields that `write_checked` wrote.
-
-    Raises:
-        Damaged: the file is missing or has changed.
-        ValueError: this process may not read the file.
-    """
+    """Returns the fields that `write_checked` wrote; raises as `reading`, or `Damaged` if they have changed."""
     with reading(path):
         text = read_file(path)
     try:
@@ -223,12 +207,7 @@ def checksum(fields: Mapping[str, Any]) -> int:
 
 @contextmanager
 def reading(path: Path) -> Generator[None]:
-    """Context manager that turns an OSError into `Damaged`, or into a ValueError if the file may be intact.
-
-    Raises:
-        Damaged: the file is missing, or the disk cannot read it.
-        ValueError: the file may be intact, but this process cannot read it, for example for lack of permission.
-    """
+    """Turns an OSError into `Damaged`, or into a ValueError if the file may be intact, such as without permission."""
     try:
         yield
     except OSError as error:
@@ -241,7 +220,7 @@ def reading(path: Path) -> Generator[None]:
 
 
 def write_recorded(path: Path, pieces: Iterable[bytes | memoryview]) -> FileRecord:
-    """Writes a file, flushes it to disk, and returns its record, without reading the file."""
+    """Writes a file, synced to disk, and returns its record without reading it."""
     size = checksum = 0
 
     def recorded() -> Iterator[bytes | memoryview]:
@@ -259,8 +238,6 @@ def write_recorded(path: Path, pieces: Iterable[bytes | memoryview]) -> FileReco
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor: the shard of a rank."""
-
     name: str
     dtype: torch.dtype
     offsets: Shape
@@ -326,17 +303,15 @@ def save_tensors(folder: Path, state: Mapping[str, Any], ranks: Ranks | None = N
 
 
 def choose_writers(chunks_by_rank: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
-    """Divides chunks among the ranks that have them: a replicated chunk goes to the rank with the fewest bytes so far.
-
-    Every rank computes the same division.
-    """
+    """Divides chunks among the ranks that have them. Every rank computes the same division."""
     holders: dict[Chunk, list[int]] = {}
     for rank, chunks in enumerate(chunks_by_rank):
         for chunk in chunks:
             holders.setdefault(chunk, []).append(rank)
     chunks_by_writer: list[list[Chunk]] = [[] for _ in chunks_by_rank]
     written_bytes = [0] * len(chunks_by_rank)
-    # Chunks of one rank come first, so that replicated ones even out the bytes.
+    # A replicated chunk goes to the rank with the fewest bytes so far. Chunks of one rank come first, so that these
+    # even out the bytes.
     for chunk, ranks in sorted(holders.items(), key=lambda item: len(item[1])):
         writer = min(ranks, key=written_bytes.__getitem__)
         chunks_by_writer[writer].append(chunk)
@@ -361,16 +336,7 @@ def check_complete(chunks: Iterable[Chunk], shapes: Mapping[str, Shape]) -> None
 
 
 class SavedTensors:
-    """The tensors of a checkpoint. The constructor reads the headers of its files, and no data.
-
-    Ranks may send it to each other.
-
-    The chunks of each tensor must have its dtype and as many elements as the tensor, so that no header can state a
-    tensor larger than its data.
-
-    Args:
-        folder: folder of the checkpoint.
-        files: names of its files; other files in the folder are not read.
+    """The tensors of a checkpoint, which ranks may send to each other. The constructor reads headers, and no data.
 
     Raises:
         Damaged: a header is invalid, or a tensor is incomplete.
@@ -395,7 +361,7 @@ class SavedTensors:
                 ends = tuple(offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
                 shape = self.shapes.get(chunk.name, ends)
                 self.shapes[chunk.name] = tuple(map(max, zip(shape, ends, strict=True)))
-            check_complete(all_chunks, self.shapes)
+            check_complete(all_chunks, self.shapes)  # so no header can state a tensor larger than its data
         except MemoryError as error:
             raise ValueError(f"files of tensors cannot be read ({one_line(str(error))})") from error
         except (SafetensorError, ValueError, TypeError, KeyError) as error:
@@ -404,16 +370,13 @@ class SavedTensors:
         self.dtypes = {chunk.name: chunk.dtype for chunk in all_chunks}
 
     def describe(self, *prefixes: str) -> dict[str, str]:
-        """Returns descriptions of the tensors whose names begin with one of the prefixes, by name."""
         shapes = self.shapes.items()
         return {name: describe_tensor(shape, self.dtypes[name]) for name, shape in shapes if name.startswith(prefixes)}
 
     def fill(self, state: Mapping[str, Any]) -> None:
         """Fills this rank's shards of a state's tensors in place. Reads only their bytes; there is no communication.
 
-        Raises:
-            ValueError: a tensor was not saved, or has another shape, or cannot be read.
-            OSError: a file cannot be opened.
+        Raises ValueError for a tensor that was not saved, has another shape, or cannot be read, and OSError.
         """
         tensors = dict(flat(state))
         for name, x in tensors.items():
@@ -447,15 +410,9 @@ class SavedTensors:
                 raise ValueError(f"tensors cannot be read ({reason})") from error
 
     def read(self, prefix: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Returns full tensors on the CPU: those whose names begin with `prefix` and a dot, by the remaining name.
+        """Returns full tensors on the CPU, by name below `prefix`: "model" or "optimizer".
 
-        Args:
-            prefix: "model" or "optimizer".
-            dtype: dtype of the returned tensors; None: as saved.
-
-        Raises:
-            ValueError: there are no tensors below `prefix`, or they do not fit into memory; or as `fill`.
-            OSError: a file cannot be opened.
+        Raises ValueError if there are none or memory is short, and as `fill`.
         """
         tensors: dict[str, Tensor] = {}
         for full_name, shape in self.shapes.items():
@@ -472,7 +429,7 @@ class SavedTensors:
 
 
 def chunk_of(entry: TensorEntry, offsets_by_name: Mapping[str, Any] | None) -> Chunk:
-    """Returns the chunk that an entry of a file is; without offsets, a full tensor. Raises ValueError if invalid."""
+    """Returns the chunk in an entry of a file; without offsets it is a full tensor. Raises ValueError if invalid."""
     if entry.dtype not in DTYPES:
         raise ValueError(f"{entry.key} is {entry.dtype}, not one of {', '.join(DTYPES)}")
     offsets = [0] * len(entry.shape) if offsets_by_name is None else offsets_by_name[entry.key]["saved_offsets"]
@@ -483,14 +440,11 @@ def chunk_of(entry: TensorEntry, offsets_by_name: Mapping[str, Any] | None) -> C
 
 
 def box_at(starts: Sequence[int], stops: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Returns a box relative to `origin`."""
     return tuple(slice(a - start, b - start) for a, b, start in zip(starts, stops, origin, strict=True))
 
 
 def describe_tensor(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Returns shape and dtype as text, equal for tensors of which one may be loaded into the other.
-
-    These have equal dtypes, or float32 and float64, the dtypes of parameters: a run may resume in the other one.
-    """
+    """Returns shape and dtype as text, equal for tensors of which one may be loaded into the other."""
+    # Parameters have float32 or float64, and a run may resume in the other one.
     is_wide = dtype in (torch.float32, torch.float64)
     return f"{tuple(shape)} of {'float32 or float64' if is_wide else str(dtype).removeprefix('torch.')}"

@@ -68,7 +68,6 @@ def check_config(config: Config) -> None:
 
 
 def check_data(config: Config) -> None:
-    """Checks the weights of `data.path`, and that the global batch divides evenly among replicas and micro-batches."""
     data, parallel, accumulation = config.data, config.parallel, config.train.accumulation
     if data.weights and len(data.weights) != len(data.path):
         counts = f"{len(data.weights)} numbers for {len(data.path)} paths"
@@ -84,7 +83,6 @@ def check_data(config: Config) -> None:
 
 
 def check_parallel(config: Config) -> None:
-    """Checks the names of method and kernel, and flags that exclude each other."""
     parallel = config.parallel
     with flag_in_errors("--parallel.attention"):
         configured_method(parallel)
@@ -102,11 +100,6 @@ def check_parallel(config: Config) -> None:
 
 
 def configured_method(parallel: ParallelConfig, nodes: int | None = None) -> NamedMethod:
-    """Returns the configured attention method with its options.
-
-    Args:
-        nodes: nodes of the ring; by default as configured.
-    """
     options = MethodOptions(
         parallel.heads_per_stage, parallel.team, parallel.placement, nodes=parallel.nodes if nodes is None else nodes
     )
@@ -114,7 +107,6 @@ def configured_method(parallel: ParallelConfig, nodes: int | None = None) -> Nam
 
 
 def check_states(config: Config) -> None:
-    """Raises ValueError for options that layers with a state do not support."""
     mixers, layout = config.model.mixers, config.data.layout
     if layout == "striped" and not {*mixers} <= {"attention"}:
         raise ValueError(
@@ -143,7 +135,6 @@ def check_schedule(optimizer: OptimizerConfig, steps: int) -> None:
 
 
 def check_log(config: LogConfig, steps: int, device: torch.device) -> None:
-    """Checks that logs, profiles and traces can be made of a run of `steps` steps on this device."""
     for package, is_enabled in {"tensorboard": config.tensorboard, "wandb": config.wandb is not None}.items():
         if is_enabled and find_spec(package) is None:
             raise ValueError(f"--log.{package} needs a package: pip install 'armillary-train[{package}]'")
@@ -205,7 +196,6 @@ def model_config(config: ModelConfig, vocab_size: int, length: int) -> LlamaConf
 
 
 def state_config(config: ModelConfig) -> StateConfig | None:
-    """Returns the sizes of layers with a state; None if all mixers are attention."""
     if set(config.mixers) <= {"attention"}:
         return None
     head_dim = config.head_dim or config.dim // config.heads
@@ -219,7 +209,6 @@ def state_config(config: ModelConfig) -> StateConfig | None:
 
 
 def from_folder(config: ModelConfig, length: int) -> LlamaConfig | GPTConfig:
-    """Returns the sizes in the pretrained folder, with RoPE as configured."""
     sizes = pretrained_config(config.pretrained or "")
     check_sizes(config, sizes)
     if isinstance(sizes, GPTConfig):
@@ -254,7 +243,6 @@ def check_sizes(config: ModelConfig, sizes: LlamaConfig | GPTConfig) -> None:
 
 
 def check_gpt(config: ModelConfig) -> None:
-    """Raises ValueError, with the flag, for fields that are set and only a LLaMA has."""
     defaults = ModelConfig()  # a field that has its default counts as not set
     for field in fields(config):
         value = getattr(config, field.name)
@@ -265,8 +253,7 @@ def check_gpt(config: ModelConfig) -> None:
 
 
 def rope_scaling(config: ModelConfig) -> RopeScaling | None:
-    """Returns the scaling of RoPE's frequencies, with LLaMA 3.1's and YaRN's usual constants."""
-    match config.rope_scaling:
+    match config.rope_scaling:  # with LLaMA 3.1's and YaRN's usual constants
         case "linear":
             return LinearScaling(factor=config.rope_factor)
         case "llama3":

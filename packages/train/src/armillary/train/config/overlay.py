@@ -34,8 +34,7 @@ PLAIN_WORDS = {
 def check_limits(options: Any) -> None:
     """Checks all fields of a dataclass and its sections against their annotations: types, choices and limits.
 
-    Raises:
-        ValueError: a value outside its field's limits, or of another type; names the flag, the value and the limit.
+    Raises ValueError with the flag, the value and the limit.
     """
     try:
         adapter_of(type(options)).validate_python([options])
@@ -47,7 +46,7 @@ def check_limits(options: Any) -> None:
 
 @lru_cache(maxsize=16)
 def adapter_of(kind: type[Any]) -> TypeAdapter[list[Any]]:
-    """Returns pydantic's validator of a list of such dataclasses. It refuses a true for 1 and a text for a number."""
+    # Strict: it refuses a true for 1 and a text for a number.
     items: Any = GenericAlias(list, (kind,))  # pydantic takes no options for a dataclass itself
     return TypeAdapter(items, config=ConfigDict(strict=True, revalidate_instances="always"))
 
@@ -85,11 +84,8 @@ def overlay_settings(
 
     As on the command line, "none" is None and "64k" a whole number, where a text is not accepted.
 
-    Args:
-        removed: keys of earlier versions, with what to write instead. A file with such a key is refused.
-
-    Raises:
-        ValueError: an unknown key, with the nearest valid one, or a value of the wrong kind; names the file.
+    Raises ValueError with the file for a key of an earlier version, with the advice in `removed`; for an unknown key,
+    with the nearest valid one; and for a value of the wrong kind.
     """
     # 1. The keys.
     names, changes = [name for name, _ in flat(config)], dict[str, Any]()
@@ -134,7 +130,6 @@ def config_of(values: Mapping[str, Mapping[str, Any]]) -> Config:
 
 
 def nearest(key: str, names: Sequence[str]) -> str:
-    """Returns a hint with the name that is most similar to a key."""
     # A key in the wrong section is a likelier mistake than a misspelt one, so equal last parts come first.
     leaf = key.rpartition(".")[2]
     same_leaf = [name for name in names if name.rpartition(".")[2] == leaf]
@@ -158,11 +153,9 @@ def flat(settings: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def by_flag(config: object) -> dict[str, Any]:
-    """Returns the values of all fields by flag, to compare the configurations of ranks.
+    """Returns the values of all fields by flag, to compare the configurations of ranks."""
 
-    A path counts as equal to any other, because hosts may mount the same folder in different places.
-    """
-
+    # Paths count as equal, because hosts may mount the same folder in different places.
     def has_path(value: Any) -> bool:
         return any(isinstance(item, Path) for item in (value if isinstance(value, tuple) else (value,)))  # pyright: ignore[reportUnknownVariableType]
 
@@ -178,18 +171,15 @@ def differences(before: object, after: object) -> list[str]:
 
 
 def align_columns(changes: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Returns a line for each (name, old, new)."""
     width = max((len(name) for name, *_ in changes), default=0)
     return [f"{name:{width}}  {old} -> {new}" for name, old, new in changes]
 
 
 def flag(name: str) -> str:
-    """Returns a field's name as on the command line, without the leading dashes."""
     return name.replace("_", "-")
 
 
 def flag_text(value: object) -> str:
-    """Returns a value as it is written on the command line."""
     if isinstance(value, tuple):
         return " ".join(str(item) for item in value) or "none"
     return "none" if value is None else str(value)
