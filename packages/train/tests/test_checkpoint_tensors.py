@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from armillary.core.testing import mesh
-from armillary.train.checkpoint import LoadPlanner
 from armillary.train.checkpoint.checkpoints import SavedCheckpoint, commit
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.storage import (
@@ -74,35 +73,23 @@ def test_tensors_are_restored_equally_and_torch_reads_them(saved):
     assert SavedTensors(saved, [FILE]).read("model", torch.float32)["b"].dtype == torch.float32
 
 
-def test_the_record_of_a_file_matches_the_disk(tmp_path):
-    assert save_tensors(tmp_path, {"model": TENSORS}) == {FILE: FileRecord.of_file(tmp_path / FILE)}
-
-
-def test_files_outside_of_the_manifest_are_not_touched(folder):
-    shutil.copyfile(folder / FILE, folder / "rank-1.safetensors")
-    (folder / "other.safetensors").write_bytes(b"text")
-    assert same(SavedTensors(folder, [FILE]).read("model"))
-
-
-def test_many_tensors_are_split_into_files(tmp_path, monkeypatch):
+def test_many_tensors_are_split_into_files_and_others_in_the_folder_are_not_touched(tmp_path, monkeypatch):
     monkeypatch.setattr("armillary.train.checkpoint.storage.MAX_FILE_BYTES", 70)
     files = save_tensors(tmp_path, {"model": TENSORS})
-    assert files.keys() == {FILE, *(f"rank-0-{number}.safetensors" for number in (1, 2))} == {*os.listdir(tmp_path)}
+    assert files == {name: FileRecord.of_file(tmp_path / name) for name in os.listdir(tmp_path)}
+    assert files.keys() == {FILE, *(f"rank-0-{number}.safetensors" for number in (1, 2))}
+    (tmp_path / "rank-1.safetensors").write_bytes(b"text")
     assert same(SavedTensors(tmp_path, files).read("model"))
 
 
-@pytest.mark.parametrize(
-    ("state", "named"),
-    [
+def test_an_unsupported_state_is_refused_before_writing(tmp_path):
+    for state, named in (
         ({"model": TENSORS, "lr": 0.1}, "lr"),
         ({"model": TENSORS, "note": io.BytesIO(b"text")}, "note"),
-        ({"model": {"z": torch.zeros(2, dtype=torch.complex64)}}, "model.z"),
-    ],
-    ids=["number", "bytes", "complex"],
-)
-def test_an_unsupported_state_is_refused_before_writing(tmp_path, state, named):
-    with pytest.raises(ValueError, match=rf"^{named} "):
-        save_tensors(tmp_path, state)
+        ({"model": {"z": torch.zeros(2, dtype=torch.complex64)}}, r"model\.z"),
+    ):
+        with pytest.raises(ValueError, match=rf"^{named} "):
+            save_tensors(tmp_path, state)
     assert not os.listdir(tmp_path)
 
 
@@ -137,32 +124,22 @@ def payload(header: dict[str, Any]) -> bytes:
 
 INVALID = [
     entry(shape=[4, 5]),
-    entry(shape=[2**40, 2**10]),
     entry(shape=[2**62, 2**62]),
     entry(shape=[2**70]),
     entry(shape=[-1, -16]),
-    entry(shape=[4.0, 4]),
     entry(shape="text"),
     entry(dtype="F128"),
-    entry(dtype="F64"),
     entry(data_offsets=[0, 2**40]),
-    entry(data_offsets=[0, 2**70]),
     entry(data_offsets=[-64, 0]),
-    entry(data_offsets=[64, 128]),
     entry(data_offsets=[1, 65]),
     offsets(2, 0),
     offsets(-1, 0),
     offsets(0),
-    offsets(0, 0, 0),
     offsets(2**70, 0),
-    offsets(2**63 - 1, 2**63 - 1),
     offsets(0.5, 0),
-    offsets("0", "0"),
     offsets(None, None),
     sharding("{}"),
     sharding("[]"),
-    sharding("7"),
-    sharding("text"),
     sharding("[" * 100_000),
     lambda header: [header],
     lambda header: b"",
@@ -183,26 +160,22 @@ def test_a_manipulated_header_is_refused_in_one_line(folder, change, monkeypatch
     assert os.listdir(folder) == [FILE]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"\0" * 7, b"\xff" * 8, (2**62).to_bytes(8, "little") + b"{}", pickle.dumps({"model": 1}) * 10],
-    ids=range(5),
-)
-def test_a_file_of_another_format_is_refused(folder, content):
-    (folder / FILE).write_bytes(content)
-    with pytest.raises(Damaged):
-        SavedTensors(folder, [FILE])
-
-
-def test_a_truncated_file_is_refused(folder):
+def test_a_truncated_file_and_one_of_another_format_are_refused(folder):
     content = (folder / FILE).read_bytes()
-    for size in (1, 8, 50, len(content) // 2, len(content) - 1):
-        (folder / FILE).write_bytes(content[:size])
+    for other in (
+        *(content[:size] for size in (0, 1, 8, 50, len(content) // 2, len(content) - 1)),
+        b"\xff" * 8,
+        (2**62).to_bytes(8, "little") + b"{}",
+        pickle.dumps({"model": 1}) * 10,
+    ):
+        (folder / FILE).write_bytes(other)
         with pytest.raises(Damaged):
             SavedTensors(folder, [FILE]).read("model")
 
 
-def test_overlapping_chunks_of_two_files_are_refused(folder):
+def test_files_that_overlap_or_are_missing_are_refused(folder):
+    with pytest.raises(FileNotFoundError):
+        SavedTensors(folder, [FILE, "rank-1.safetensors"])
     shutil.copyfile(folder / FILE, folder / "rank-1.safetensors")
     with pytest.raises(Damaged, match=r"model\."):
         SavedTensors(folder, [FILE, "rank-1.safetensors"])
@@ -217,11 +190,6 @@ def test_chunks_of_several_dtypes_are_refused(tmp_path):
         (tmp_path / f"rank-{rank}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
     with pytest.raises(Damaged, match=r"model\.a: chunks of"):
         SavedTensors(tmp_path, [FILE, "rank-1.safetensors"])
-
-
-def test_a_missing_file_is_an_os_error(folder):
-    with pytest.raises(FileNotFoundError):
-        SavedTensors(folder, [FILE, "rank-1.safetensors"])
 
 
 def test_a_tensor_larger_than_memory_is_named(tmp_path):
@@ -273,7 +241,7 @@ def load_sharded(folder: Path, files: list[str], shard: int, tp: int) -> dict[st
     return tensors
 
 
-@pytest.mark.parametrize(("shard", "tp"), [(2, 2), (4, 1), (1, 4)])
+@pytest.mark.parametrize(("shard", "tp"), [(2, 2), (1, 4)])
 def test_chunks_of_any_mesh_are_read_on_any_other(worlds, tmp_path, shard, tp):
     worlds(4).run(save_sharded, tmp_path, shard, tp)
     files = sorted(os.listdir(tmp_path))
@@ -333,10 +301,3 @@ def test_hosts_may_mount_the_folder_in_different_places(worlds, saved, tmp_path)
     commit(folder, Manifest(step=1, ranks=1, tokens=0, loader={}, model={}, time="", files=files))
     (tmp_path / "second").symlink_to(tmp_path / "first")
     assert worlds(2).run(opened_through, [tmp_path / "first", tmp_path / "second"]) == [True, True]
-
-
-def test_planners_may_be_used_alone(saved):
-    into = {"model": {"a": torch.zeros(4, 4)}}
-    reader = dcp.HuggingFaceStorageReader(str(saved))
-    dcp.load(into, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
-    assert torch.equal(into["model"]["a"], TENSORS["a"])

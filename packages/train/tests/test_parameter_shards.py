@@ -29,7 +29,7 @@ def sharded_rows(size: int, fsdp: int, tp: int) -> dict[tuple[int, int], range]:
     return row_ranges
 
 
-@pytest.mark.parametrize("fsdp, tp", list(product((1, 2, 3, 4, 7, 16), (2, 3, 4, 8))))
+@pytest.mark.parametrize("fsdp, tp", list(product((1, 3, 4), (2, 3, 8))))
 def test_boxes_are_fsdp_shards_of_tensor_parallel_shards(fsdp, tp):
     strided, coordinates = _StridedShard(0, split_factor=tp), list(product(range(fsdp), range(tp)))
     for size in (*range(1, 80), 244, 257, 258, 259, 684):

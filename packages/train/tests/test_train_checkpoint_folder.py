@@ -6,25 +6,22 @@ import multiprocessing
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from armillary.core.testing import refusal
-from armillary.train.checkpoint.checkpoints import commit, first_differences
-from armillary.train.checkpoint.export import main as export
+from armillary.train.checkpoint.checkpoints import commit
 from armillary.train.checkpoint.folder import CheckpointFolder
 from armillary.train.checkpoint.storage import (
     MANIFEST,
-    Damaged,
-    FileRecord,
     Manifest,
     checkpoint_fault,
     checksum,
-    file_fault,
     is_copy,
     write_recorded,
 )
@@ -89,17 +86,40 @@ def test_a_kill_before_any_change_on_disk_leaves_a_usable_checkpoint(folder):
     assert calls > 10 and saved_steps == {(1,), (1, 2), (2,)}
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_each_file_is_verified_by_one_part(folder, parts):
-    save(folder, 1)
-    files = Manifest.read(folder.path_of(1)).files
-    for name in files:
-        path = folder.path_of(1) / name
-        content = path.read_bytes()
-        path.write_bytes(content[:-1] + b"x")
-        actual = [file_fault(files, folder.path_of(1), part, parts) for part in range(parts)]
-        assert list(filter(None, actual)) == [f"file {name} has other bytes than were written"]
-        path.write_bytes(content)
+def lose(path: Path) -> None:
+    path.unlink()
+
+
+def replaced(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    return lambda path: (path.unlink(), make(path))
+
+
+def edited(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fault"),
+    [
+        ("rank-0.safetensors", edited(lambda old: old[:-1] + b"x"), "has other bytes than were written"),
+        ("rank-0.safetensors", edited(lambda old: old[:-1]), "has 2299 of 2300 bytes"),
+        ("rank-0.safetensors", lose, "cannot be read (No such file or directory)"),
+        ("rank-0.safetensors", replaced(os.mkfifo), "cannot be read (it is not a regular file)"),
+        ("rank-1.safetensors", edited(lambda old: b""), "has 0 of 2300 bytes"),
+        (MANIFEST, edited(lambda old: old.replace(b'"tokens": 70', b'"tokens": 71')), "has other bytes than"),
+        (MANIFEST, edited(lambda old: old[:50]), "cannot be read"),
+        (MANIFEST, lose, "cannot be read"),
+        (MANIFEST, replaced(lambda path: path.symlink_to("/dev/zero")), "cannot be read (it is not a regular file)"),
+    ],
+)
+def test_every_change_of_a_checkpoint_is_named(folder, name, change, fault):
+    save(folder, 7)
+    assert checkpoint_fault(folder, 7) is None
+    change(folder.path_of(7) / name)
+    fault = f"{'' if name == MANIFEST else 'file '}{name} {fault}"
+    faults = [checkpoint_fault(folder, 7, part, 3) for part in range(3)]  # one part per file, and one without files
+    assert any(actual is not None and actual.startswith(fault) for actual in faults)
+    assert checkpoint_fault(folder, 7).startswith(fault)
 
 
 def test_a_damaged_checkpoint_is_kept_until_its_step_is_saved_again(folder):
@@ -110,47 +130,23 @@ def test_a_damaged_checkpoint_is_kept_until_its_step_is_saved_again(folder):
     assert folder.names() == ["step-1"]
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "fault"),
-    [
-        (
-            "rank-0.safetensors",
-            lambda old: old[:-1] + b"x",
-            "file rank-0.safetensors has other bytes than were written",
-        ),
-        ("rank-0.safetensors", lambda old: old[:-1], "file rank-0.safetensors has 2299 of 2300 bytes"),
-        ("rank-0.safetensors", None, "file rank-0.safetensors cannot be read (No such file or directory)"),
-        ("rank-1.safetensors", lambda old: b"", "file rank-1.safetensors has 0 of 2300 bytes"),
-        (MANIFEST, lambda old: old.replace(b'"tokens": 70', b'"tokens": 71'), "manifest.json has other bytes than"),
-        (MANIFEST, lambda old: old[:50], "manifest.json cannot be read"),
-        (MANIFEST, None, "manifest.json cannot be read"),
-    ],
-)
-def test_every_change_of_a_checkpoint_is_named(folder, name, change, fault):
-    save(folder, 7)
-    assert checkpoint_fault(folder, 7) is None
-    path = folder.path_of(7) / name
-    if change is None:
-        path.unlink()
-    else:
-        path.write_bytes(change(path.read_bytes()))
-    faults = [checkpoint_fault(folder, 7, part, 3) for part in range(3)]  # one part per file, and one without files
-    assert any(actual is not None and actual.startswith(fault) for actual in faults)
-    assert checkpoint_fault(folder, 7).startswith(fault)
+def test_a_file_that_the_disk_has_lost_is_not_committed(folder):
+    for step, change in enumerate((edited(lambda old: old[:-1]), lose)):
+        folder.begin(step)
+        path = folder.partial(step) / "rank-0.safetensors"
+        record = write_recorded(path, [b"content"])
+        change(path)
+        with pytest.raises(OSError, match=r"rank-0\.safetensors"):
+            commit(folder, replace(EMPTY, step=step, files={path.name: record}))
+    assert folder.steps() == []
 
 
-@pytest.mark.parametrize("name", ["rank-0.safetensors", MANIFEST])
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
-def test_a_file_that_is_a_pipe_or_a_device_is_damaged(folder, tmp_path, name, make):
-    save(folder, 7)
-    (folder.path_of(7) / name).unlink()
-    make(folder.path_of(7) / name)
-    fault = f"{name} cannot be read (it is not a regular file)"
-    assert checkpoint_fault(folder, 7).removeprefix("file ") == fault
-    assert fault in refusal(export, [folder.path_of(7), tmp_path / "exported"])
+def with_fields(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Changes fields of a manifest; removes those that are None."""
+    return lambda fields: {name: value for name, value in (fields | changes).items() if value is not None}
 
 
-def rewrite(folder: CheckpointFolder, step: int, change) -> None:
+def rewrite(folder: CheckpointFolder, step: int, change: Callable[[dict[str, Any]], Any]) -> None:
     """Changes the fields of a manifest and updates its checksum."""
     manifest = folder.path_of(step) / MANIFEST
     fields = json.loads(manifest.read_text())
@@ -159,90 +155,64 @@ def rewrite(folder: CheckpointFolder, step: int, change) -> None:
     manifest.write_text(json.dumps(fields | {"crc32": checksum(fields)} if isinstance(fields, dict) else fields))
 
 
-@pytest.mark.parametrize("change", [lambda path: path.write_bytes(b"short"), os.unlink], ids=["cut", "lost"])
-def test_a_file_that_the_disk_has_lost_is_not_committed(folder, change):
-    folder.begin(7)
-    path = folder.partial(7) / "rank-0.safetensors"
-    record = write_recorded(path, [b"content"])
-    change(path)
-    with pytest.raises(OSError, match=r"rank-0\.safetensors"):
-        commit(folder, replace(EMPTY, step=7, files={path.name: record}))
-    assert folder.steps() == []
-
-
-def test_a_folder_without_a_manifest_is_damaged(folder):
-    save(folder, 1)
-    with pytest.raises(Damaged, match=r"manifest\.json"):
-        Manifest.read(folder.path)
-
-
 def test_unknown_fields_are_ignored_and_new_fields_are_optional(folder):
     save(folder, 1)
-    rewrite(folder, 1, lambda fields: fields | {"colour": "red", "settings": {"lr": "1"}})
+    rewrite(folder, 1, with_fields(colour="red", settings={"lr": "1"}))
     assert checkpoint_fault(folder, 1) is None and Manifest.read(folder.path_of(1)).settings == {"lr": "1"}
-    rewrite(folder, 1, lambda fields: {name: value for name, value in fields.items() if name != "settings"})
+    rewrite(folder, 1, with_fields(settings=None))
     assert checkpoint_fault(folder, 1) is None and Manifest.read(folder.path_of(1)).settings == {}
 
 
-def without(*names: str):
-    return lambda fields: {name: value for name, value in fields.items() if name not in names}
+def file_named(name: str, size: int = 0, crc32: int = 0) -> dict[str, Any]:
+    return {"files": {name: {"size": size, "crc32": crc32}}}
 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        (lambda fields: [fields], "manifest.json cannot be read ("),
-        (lambda fields: "text", "manifest.json cannot be read ("),
-        (lambda fields: None, "manifest.json cannot be read ("),
-        (without("step"), "manifest.json: step: Field required"),
-        (without("files"), "manifest.json: files: Field required"),
-        (without("format"), "manifest.json: format: None is not"),
-        (lambda fields: fields | {"format": "2"}, "manifest.json: format: '2' is not"),
-        (lambda fields: fields | {"step": "7"}, "manifest.json: step: Input should be a valid integer"),
-        (lambda fields: fields | {"step": True}, "manifest.json: step: "),
-        (lambda fields: fields | {"step": -7}, "manifest.json: step: "),
-        (lambda fields: fields | {"tokens": -1}, "manifest.json: tokens: "),
-        (lambda fields: fields | {"tokens": 10**18}, "manifest.json: tokens: "),
-        (lambda fields: fields | {"ranks": 0}, "manifest.json: ranks: "),
-        (lambda fields: fields | {"ranks": -2}, "manifest.json: ranks: "),
-        (lambda fields: fields | {"ranks": 10**18}, "manifest.json: ranks: "),
-        (lambda fields: fields | {"files": {"x": {"size": -1, "crc32": 0}}}, "manifest.json: files.x.size: "),
-        (lambda fields: fields | {"files": {"x": {"size": 1, "crc32": -1}}}, "manifest.json: files.x.crc32: "),
-        (lambda fields: fields | {"loader": [1]}, "manifest.json: loader: Input should be"),
-        (lambda fields: fields | {"files": {"x": 3}}, "manifest.json: files.x: Input should be"),
-        (lambda fields: fields | {"files": {"../x": {"size": 0, "crc32": 0}}}, "manifest.json: files: '../x'"),
-        (lambda fields: fields | {"files": {"..": {"size": 0, "crc32": 0}}}, "manifest.json: files: '..'"),
-        (lambda fields: fields | {"files": {"": {"size": 0, "crc32": 0}}}, "manifest.json: files: ''"),
-        (lambda fields: fields | {"files": {"a\0": {"size": 0, "crc32": 0}}}, r"manifest.json: files: 'a\x00'"),
-        (lambda fields: fields | {"step": 8}, "manifest.json is that of step 8"),
+        (lambda fields: [fields], " cannot be read ("),
+        (lambda fields: None, " cannot be read ("),
+        (with_fields(step=None), ": step: Field required"),
+        (with_fields(files=None), ": files: Field required"),
+        (with_fields(format=None), ": format: None is not"),
+        (with_fields(format="2"), ": format: '2' is not"),
+        (with_fields(step="7"), ": step: Input should be a valid integer"),
+        (with_fields(step=True), ": step: "),
+        (with_fields(step=-7), ": step: "),
+        (with_fields(tokens=10**18), ": tokens: "),
+        (with_fields(ranks=0), ": ranks: "),
+        (with_fields(ranks=10**18), ": ranks: "),
+        (with_fields(**file_named("x", size=-1)), ": files.x.size: "),
+        (with_fields(**file_named("x", crc32=-1)), ": files.x.crc32: "),
+        (with_fields(files={"x": 3}), ": files.x: Input should be"),
+        (with_fields(loader=[1]), ": loader: Input should be"),
+        (with_fields(**file_named("../x")), ": files: '../x'"),
+        (with_fields(**file_named("..")), ": files: '..'"),
+        (with_fields(**file_named("")), ": files: ''"),
+        (with_fields(**file_named("a\0")), r": files: 'a\x00'"),
+        (with_fields(step=8), " is that of step 8"),
     ],
 )
 def test_a_malformed_manifest_is_damaged(folder, change, fault):
     save(folder, 7)
     rewrite(folder, 7, change)
-    assert checkpoint_fault(folder, 7).startswith(fault)
-
-
-def test_a_manifest_that_is_nested_too_deeply_is_damaged(folder):
-    save(folder, 7)
-    (folder.path_of(7) / MANIFEST).write_text("[" * 100_000)
-    assert checkpoint_fault(folder, 7).startswith("manifest.json cannot be read (brackets are nested too deeply")
+    assert checkpoint_fault(folder, 7).startswith(f"manifest.json{fault}")
 
 
 @pytest.mark.parametrize("name", [MANIFEST, "rank-0.safetensors"])
-@pytest.mark.parametrize("error", [errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE], ids=errno.errorcode.get)
-def test_a_file_that_may_not_be_read_is_not_damaged(folder, monkeypatch, name, error):
+def test_a_file_that_may_not_be_read_is_not_damaged(folder, monkeypatch, name):
     save(folder, 7)
     real = os.open
+    for error in (errno.EACCES, errno.EPERM, errno.ESTALE, errno.EMFILE):
 
-    def opened(path, *args, **kwargs):
-        if str(path).endswith(f"step-7/{name}"):
-            raise OSError(error, os.strerror(error), str(path))
-        return real(path, *args, **kwargs)
+        def opened(path, *args, error=error, **kwargs):
+            if str(path).endswith(f"step-7/{name}"):
+                raise OSError(error, os.strerror(error), str(path))
+            return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(os, "open", opened)
-    with pytest.raises(ValueError, match=rf"step-7/{name} cannot be read \({os.strerror(error)}\), though it may be"):
-        checkpoint_fault(folder, 7)
+        monkeypatch.setattr(os, "open", opened)
+        with pytest.raises(ValueError, match=rf"step-7/{name} cannot be read \({os.strerror(error)}\), though it may"):
+            checkpoint_fault(folder, 7)
 
 
 def test_a_copy_under_the_name_of_another_step_is_kept(folder):
@@ -258,36 +228,21 @@ def test_a_copy_under_the_name_of_another_step_is_kept(folder):
     assert sorted(folder.names()) == ["step-40", "step-40.copy", "step-40.copy-1", "step-41.copy", "step-8"]
 
 
-def test_errors_name_the_first_differences():
-    assert first_differences({"a": 1, "b": None}, {"b": None, "a": 1}) == ""
-    assert first_differences({"a": (2, 3), "c": 0}, {"a": (3, 2), "b": None}) == (
-        "a is (2, 3) there and (3, 2) here, c is 0 there and absent here, b is absent there and None here"
-    )
-    assert first_differences(dict.fromkeys("abcde", 1), {}).endswith("c is 1 there and absent here, and 2 more")
-
-
-@pytest.mark.parametrize(
-    ("steps", "keep_last", "keep_every", "kept"),
-    [
-        ([1, 2, 3, 4, 5, 6], 2, None, [5, 6]),
-        ([1, 2, 3, 4, 5, 6], 1, 2, [2, 4, 6]),
+def test_retention_keeps_the_newest_and_multiples_of_a_number(folder):
+    """By numbers, not by names."""
+    for steps, keep_last, keep_every, kept in (
+        (range(9, 15), 2, None, [13, 14]),
+        (range(1, 7), 1, 2, [2, 4, 6]),
         ([2, 4], 2, 3, [2, 4]),
+        ([10, 9, 11, 100], 1, 5, [10, 100]),
         ([], 1, None, []),
-    ],
-)
-def test_retention_keeps_the_newest_and_multiples_of_a_number(folder, steps, keep_last, keep_every, kept):
-    for step in steps:
-        folder.path_of(step).mkdir(parents=True)
-    folder.prune(keep_last, keep_every)
-    assert folder.steps() == kept
-
-
-def test_retention_goes_by_numbers(folder):
-    for step in (10, 9, 11, 100):
-        save(folder, step)
-    assert folder.steps() == [9, 10, 11, 100]  # sorted by number, not by name
-    folder.prune(1, 5)
-    assert sorted(folder.names()) == ["step-10", "step-100"]
+    ):
+        for step in steps:
+            folder.path_of(step).mkdir(parents=True)
+        assert folder.steps() == sorted(steps)
+        folder.prune(keep_last, keep_every)
+        assert folder.steps() == kept
+        shutil.rmtree(folder.path, ignore_errors=True)
 
 
 def test_clear_removes_only_incomplete_checkpoints(folder):
@@ -302,10 +257,3 @@ def test_clear_removes_only_incomplete_checkpoints(folder):
     folder.clear()
     assert sorted(folder.names()) == ["mine.partial", "step-1", "step-3.damaged", "step-x"]
     assert folder.steps() == [1]
-
-
-def test_a_file_records_its_size_and_checksum(tmp_path):
-    record = write_recorded(tmp_path / "file", [b"abc", memoryview(bytes(10)), b""])
-    assert record == FileRecord.of_file(tmp_path / "file") and record.size == 13
-    with pytest.raises(OSError, match="No space left"):
-        write_recorded(Path("/dev/full"), [b"abc"])

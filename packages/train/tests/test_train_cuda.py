@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,29 +18,20 @@ from armillary.models.block import Block
 from armillary.train import Config, CudaConfig, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, build
 from armillary.train import device as run_device
 from armillary.train.cli import main
-from armillary.train.config import check_config
 from armillary.train.device import CONNECTIONS, cuda_setup, set_allocator
 
+BOUND, AXES = (torch.device("cuda", 3), "nccl"), ("ring", "ulysses", "nodes", "devices")
+EXPANDABLE = "expandable_segments:True"
 CONFIGS = {
-    "by default": (
-        Config(),
-        [
-            "expandable_segments:True",
-            (torch.device("cuda", 3), "nccl"),
-            (("ring", "ulysses", "nodes", "devices"), None),
-        ],
-    ),
+    "by default": (Config(), [EXPANDABLE, BOUND, (AXES, None)]),
     "nothing": (
         Config(cuda=CudaConfig(expandable_segments=False, bind_device=False, high_priority=False)),
         [(None, "nccl"), ((), None)],
     ),
-    "few thread blocks": (
-        Config(cuda=CudaConfig(max_ctas=8)),
-        ["expandable_segments:True", (torch.device("cuda", 3), "nccl"), (("ring", "ulysses", "nodes", "devices"), 8)],
-    ),
+    "few thread blocks": (Config(cuda=CudaConfig(max_ctas=8)), [EXPANDABLE, BOUND, (AXES, 8)]),
     "with the host's tensors": (
         Config(optimizer=OptimizerConfig(cpu_offload=True)),
-        ["expandable_segments:True", (None, "cpu:gloo,cuda:nccl"), (("ring", "ulysses", "nodes", "devices"), None)],
+        [EXPANDABLE, (None, "cpu:gloo,cuda:nccl"), (AXES, None)],
     ),
 }
 
@@ -138,9 +130,7 @@ def test_flash_attention_3_leaves_multiprocessors_to_nccl(monkeypatch, chosen, s
 
 
 def test_a_compiled_graph_leaves_no_margin_by_default():
-    config = Config(parallel=ParallelConfig(compiler="eager"))
-    check_config(config)
-    assert run_device.sm_margin(config, ring=8) == 0 and run_device.sm_margin(Config(), ring=8) == 16
+    assert run_device.sm_margin(Config(parallel=ParallelConfig(compiler="eager")), ring=8) == 0
 
 
 def test_a_run_uses_the_chosen_kernel(monkeypatch, tmp_path):
@@ -165,36 +155,19 @@ def test_a_dry_run_prints_cuda_settings(capsys, monkeypatch):
     for name in ("PYTORCH_ALLOC_CONF", CONNECTIONS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(compat, "nccl_binds_devices", lambda: False)
-    assert cuda_settings(capsys) == {
-        "allocator": "expandable_segments:True",
-        "device_id": "cuda:LOCAL_RANK",
-        "high_priority": ["ring", "ulysses"],
-        "max_ctas": None,
-        "sm_margin": 0,
-        "connections": 32,
-    }
+    names = ("allocator", "device_id", "high_priority", "max_ctas", "sm_margin", "connections")
+    default = (EXPANDABLE, "cuda:LOCAL_RANK", ["ring", "ulysses"], None, 0, 32)
+    assert cuda_settings(capsys) == dict(zip(names, default, strict=True))
     assert cuda_settings(capsys, "--parallel.ring", "2")["sm_margin"] == 16
-    flags = [
-        "--cuda.no-expandable-segments",
-        "--cuda.no-bind-device",
-        "--cuda.no-high-priority",
-        *("--cuda.sm-margin", "4", "--cuda.max-ctas", "8", "--cuda.connections", "16"),
-    ]
-    assert cuda_settings(capsys, *flags) == {
-        "allocator": None,
-        "device_id": None,
-        "high_priority": [],
-        "max_ctas": 8,
-        "sm_margin": 4,
-        "connections": 16,
-    }
+    words = "--cuda.no-expandable-segments --cuda.no-bind-device --cuda.no-high-priority"
+    flags = [*words.split(), *["--cuda.sm-margin", "4", "--cuda.max-ctas", "8", "--cuda.connections", "16"]]
+    assert cuda_settings(capsys, *flags) == dict(zip(names, (None, None, [], 8, 4, 16), strict=True))
     (line,) = [line for line in dry_run_output(capsys, *flags).splitlines() if line.startswith("on CUDA: ")]
     assert all(word in line for word in ("sm_margin 4", "max_ctas 8", "16 work queues"))
     assert "CUDA" not in dry_run_output(capsys, "--train.device", "cpu")
 
 
-@pytest.mark.parametrize("flags", [["--cuda.no-bind-device"], ["--optimizer.cpu-offload"]])
-def test_a_dry_run_shows_when_nccl_binds_its_device(capsys, monkeypatch, flags):
-    for binds in (False, True):
+def test_a_dry_run_shows_when_nccl_binds_its_device(capsys, monkeypatch):
+    for binds, flag in product((False, True), ("--cuda.no-bind-device", "--optimizer.cpu-offload")):
         monkeypatch.setattr(compat, "nccl_binds_devices", lambda binds=binds: binds)
-        assert cuda_settings(capsys, *flags)["device_id"] == ("cuda:LOCAL_RANK" if binds else None)
+        assert cuda_settings(capsys, flag)["device_id"] == ("cuda:LOCAL_RANK" if binds else None), (binds, flag)

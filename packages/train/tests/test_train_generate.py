@@ -8,24 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from training_runs import SMALL, at, train_small
 
 from armillary.attention import Local
 from armillary.models import Llama, generate
 from armillary.models.parts import parse as parse_config
-from armillary.train import (
-    Config,
-    DataConfig,
-    LogConfig,
-    ModelConfig,
-    SaveConfig,
-    TrainConfig,
-    ValidationConfig,
-    prepare,
-    process_group,
-    train_loop,
-)
+from armillary.train import SaveConfig
 from armillary.train.checkpoint.storage import Manifest, SavedTensors
-from armillary.train.generate import Generate, read_generate
+from armillary.train.generate import Generate, prompts_of, read_generate
 from armillary.train.generate import run as continue_prompts
 
 PROMPTS = ("3", "5 17 9", "1 2 3 4 5 6 7", " ".join(str(7 * i % 60) for i in range(23)))
@@ -90,24 +80,11 @@ def test_samples_are_equal_on_all_ranks_and_printed_as_json(worlds, folder):
     assert [one["prompt"] for one in messages["prompts"]] == list(PROMPTS) and messages["prompts"][0]["text"] is None
 
 
-def train_two_steps(output: Path) -> None:
-    config = Config(
-        model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
-        data=DataConfig(path=(Path(__file__).parent,), sequence_length=32, global_batch_size=2),
-        validation=ValidationConfig(every=20, batches=1),
-        save=SaveConfig(every=1),
-        log=LogConfig(plot=False),
-        train=TrainConfig(steps=2, device="cpu", output=output),
-    )
-    with redirect_stdout(io.StringIO()), process_group(config) as device:
-        train_loop(prepare(config, device))
-
-
 @pytest.fixture(scope="module")
 def run_folder(worlds, tmp_path_factory):
     """The output folder of a run of two ranks, trained on bytes."""
     path = tmp_path_factory.mktemp("run")
-    worlds(2).run(train_two_steps, path)
+    worlds(2).run(train_small, at(replace(SMALL, save=SaveConfig(every=1)), path, steps=2))
     return path
 
 
@@ -131,10 +108,6 @@ def test_a_checkpoint_of_two_ranks_generates_on_four(worlds, run_folder):
 
 
 def test_prompts_are_read_from_files(tmp_path):
-    from armillary.train.generate import prompts_of
-
     (tmp_path / "prompt.txt").write_text("two\nlines\n")
-    request = read_generate(
-        ["run", "--prompt", "one", "--prompt-file", str(tmp_path / "prompt.txt"), "--tokens", "1Ki"]
-    )
+    request = read_generate(["run", "--prompt=one", f"--prompt-file={tmp_path}/prompt.txt", "--tokens=1Ki"])
     assert prompts_of(request) == ["one", "two\nlines"] and request.tokens == 1024

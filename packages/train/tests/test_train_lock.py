@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from armillary.train import lock as locks
 from armillary.train.checkpoint.checkpoints import commit
@@ -53,11 +52,12 @@ def ended_process():
     return {"pid": pid, "started": started}
 
 
-def test_processes_with_the_same_id_are_distinguished(ended_process):
+def test_processes_are_told_apart_by_id_and_start_time(ended_process):
     started = start_time(os.getpid())
     assert is_running() is True and is_running(started=started - 1) is False
     assert is_running(**ended_process) is False
     assert is_running(machine="another boot") is None and is_running(machine="", started=0) is None
+    assert is_running(pid=2**40, started=1) is False and is_running(pid=10**30, started=1) is False
 
 
 def test_the_error_of_a_full_disk_names_the_lock_file(tmp_path):
@@ -70,11 +70,6 @@ def test_the_error_of_a_full_disk_names_the_lock_file(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert error.value.filename == str(tmp_path / "lock" / "1.held") and list((tmp_path / "lock").iterdir()) == []
-
-
-@pytest.mark.parametrize("pid", [2**40, 10**30])
-def test_an_invalid_process_id_is_not_running(pid):
-    assert is_running(pid=pid, started=1) is False
 
 
 def test_a_folder_is_refused_until_its_run_releases_it(tmp_path):
@@ -126,13 +121,9 @@ def test_heartbeats_of_another_machine_are_awaited(tmp_path):
     second = acquire_lock(tmp_path / "lock")  # the heartbeats have stopped
     assert second.number == 2 and len(messages) == 2
     assert messages[0].startswith("waiting 30 s for a heartbeat of run ") and "on far" in messages[0]
-
-
-def test_heartbeats_of_an_incomplete_lock_are_awaited(tmp_path):
-    (tmp_path / "lock").mkdir()
-    (tmp_path / "lock/4.held").touch()
-    assert acquire_lock(tmp_path / "lock").number == 5
-    assert messages[0].startswith("waiting 0 s for a heartbeat of an unknown run (")
+    second.path.write_text("")  # an incomplete lock
+    assert acquire_lock(tmp_path / "lock").number == 3
+    assert messages[2].startswith("waiting 0 s for a heartbeat of an unknown run (")
 
 
 def test_one_of_several_concurrent_runs_takes_the_lock(tmp_path, ended_process):
@@ -233,19 +224,6 @@ def enter_folder(output: Path) -> str:
         return f"refused: {error}"
 
 
-def test_all_ranks_raise_the_same_refusal(worlds, tmp_path):
-    runs = worlds(2).run(enter_folder, tmp_path / "run")
-    assert len(set(runs)) == 1 and len(runs[0]) == 12
-    assert os.listdir(tmp_path / "run/lock") == ["1.released"]
-    claim = acquire_lock(tmp_path / "run/lock")
-    for refusal in worlds(2).run(enter_folder, tmp_path / "run"):
-        assert refusal.startswith(f"refused: --train.output {tmp_path / 'run'}: run {claim.holder.run}, process ")
-    (tmp_path / "file").touch()
-    for refusal in worlds(2).run(enter_folder, tmp_path / "file"):
-        assert refusal.startswith(f"refused: --train.output {tmp_path / 'file'}: cannot be written to (Not a directory")
-    assert worlds(2).run(dist.get_rank) == [0, 1]
-
-
 def fail_to_lock(output: Path) -> str:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError) as failure:
         patch.setattr(locks, "take", lambda *_: {}["missing"])
@@ -253,7 +231,18 @@ def fail_to_lock(output: Path) -> str:
     return str(failure.value)
 
 
-def test_an_unforeseen_error_of_the_lock_raises_on_all_ranks(worlds, tmp_path):
+def test_all_ranks_raise_the_same_refusal(worlds, tmp_path):
+    runs = worlds(2).run(enter_folder, tmp_path / "run")
+    assert len(set(runs)) == 1 and len(runs[0]) == 12
+    assert os.listdir(tmp_path / "run/lock") == ["1.released"]
+    claim = acquire_lock(tmp_path / "run/lock")
+    (tmp_path / "file").touch()
+    for name, message in {
+        "run": f"run {claim.holder.run}, process ",
+        "file": "cannot be written to (Not a directory",
+    }.items():
+        for refusal in worlds(2).run(enter_folder, tmp_path / name):
+            assert refusal.startswith(f"refused: --train.output {tmp_path / name}: {message}")
     assert worlds(2).run(fail_to_lock, tmp_path) == ["rank 0: KeyError: 'missing'"] * 2
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from training_runs import SMALL as QUIET
+from training_runs import at, train_small
 
-import armillary.train
 from armillary.data import ByteTokenizer, TextTokenizer
 from armillary.data.text.tokenizer import train_bpe
 from armillary.models import (
@@ -17,7 +18,6 @@ from armillary.models import (
     GPTConfig,
     LinearScaling,
     Llama,
-    Llama3Scaling,
     LlamaConfig,
     YarnScaling,
     initialize,
@@ -26,16 +26,12 @@ from armillary.models import (
 from armillary.train import (
     Config,
     DataConfig,
-    LogConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     SaveConfig,
-    TrainConfig,
-    ValidationConfig,
     prepare,
     process_group,
-    train_loop,
 )
 from armillary.train.build import vocabulary_size
 from armillary.train.checkpoint.export import main as export
@@ -43,16 +39,12 @@ from armillary.train.cli import read_command
 from armillary.train.config import model_config
 from armillary.train.parts import open_stores
 
-TEXT = (Path(armillary.train.__file__).parent,)
-"""Training text: reading all of Python's source would take each rank longer than training."""
-SMALL = Config(
-    model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
-    data=DataConfig(path=TEXT, sequence_length=96, global_batch_size=2),
+SMALL = replace(
+    QUIET,
+    data=replace(QUIET.data, sequence_length=96, global_batch_size=2),
     optimizer=OptimizerConfig(warmup_steps=1),
-    validation=ValidationConfig(batches=1),
     save=SaveConfig(asynchronous=False),
-    log=LogConfig(plot=False),
-    train=TrainConfig(steps=3, device="cpu"),
+    train=replace(QUIET.train, steps=3),
 )
 SIZES = LlamaConfig(vocab_size=300, dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, rope_theta=777.0)
 
@@ -64,43 +56,31 @@ def save_model(model: Llama | GPT, folder: Path) -> Path:
 
 
 def test_sizes_select_llama_or_gpt():
-    llama = ModelConfig(
-        dim=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        hidden_dim=48,
-        head_dim=10,
-        qk_norm=True,
-        tied_embeddings=True,
-        rope_theta=5.0,
-    )
-    assert model_config(llama, 11, 96) == LlamaConfig(
-        vocab_size=11,
-        dim=32,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        hidden_dim=48,
-        head_dim=10,
-        qk_norm=True,
-        tied_embeddings=True,
-        rope_theta=5.0,
-        max_positions=96,
-    )
-    gpt = ModelConfig(family="gpt", dim=32, layers=2, heads=4)
-    assert model_config(gpt, 11, 96) == GPTConfig(vocab_size=11, dim=32, layers=2, heads=4, max_positions=96)
+    sizes = {"dim": 32, "layers": 2, "heads": 4}
+    more = {
+        "kv_heads": 2,
+        "hidden_dim": 48,
+        "head_dim": 10,
+        "qk_norm": True,
+        "tied_embeddings": True,
+        "rope_theta": 5.0,
+    }
+    llama = model_config(ModelConfig(**sizes, **more), 11, 96)
+    assert llama == LlamaConfig(vocab_size=11, **sizes, **more, max_positions=96)
+    gpt = model_config(ModelConfig(family="gpt", **sizes), 11, 96)
+    assert gpt == GPTConfig(vocab_size=11, **sizes, max_positions=96)
     assert replace(model_config(ModelConfig(), 257, 96), max_positions=8192) == LlamaConfig.debug()
 
 
 def test_rope_scaling_matches_the_published_models():
-    config = ModelConfig(rope_scaling="llama3", rope_factor=8.0, rope_original_length=8192)
-    assert model_config(config, 11, 96).rope_scaling == LlamaConfig.llama31_8b().rope_scaling
-    assert isinstance(model_config(config, 11, 96).rope_scaling, Llama3Scaling)
-    yarn = model_config(replace(config, rope_scaling="yarn"), 11, 96).rope_scaling
-    assert yarn == YarnScaling(factor=8.0, original_max_position_embeddings=8192)
-    assert model_config(replace(config, rope_scaling="linear"), 11, 96).rope_scaling == LinearScaling(factor=8.0)
-    assert model_config(ModelConfig(), 11, 96).rope_scaling is None
+    config = ModelConfig(rope_factor=8.0, rope_original_length=8192)
+    for name, scaling in {
+        "llama3": LlamaConfig.llama31_8b().rope_scaling,
+        "yarn": YarnScaling(factor=8.0, original_max_position_embeddings=8192),
+        "linear": LinearScaling(factor=8.0),
+        None: None,
+    }.items():
+        assert model_config(replace(config, rope_scaling=name), 11, 96).rope_scaling == scaling
 
 
 def test_sizes_come_from_the_folder_and_rope_may_be_changed(tmp_path):
@@ -123,30 +103,25 @@ def test_flags_of_rope_and_of_a_gpt_are_accepted():
 
 
 def losses(config: Config) -> list[float]:
-    with redirect_stdout(io.StringIO()), process_group(config) as device:
-        return train_loop(prepare(config, device)).losses
+    return train_small(config)[0].losses
 
 
 def test_a_gpt_trains_equally_on_one_and_two_ranks(worlds, tmp_path):
     model = ModelConfig(family="gpt", dim=32, layers=2, heads=4)
-    config = replace(SMALL, model=model, train=replace(SMALL.train, output=tmp_path / "one"))
+    config = at(replace(SMALL, model=model), tmp_path / "one")
     alone = worlds(1).run(losses, config)[0]
     assert len(alone) == 3 and alone[-1] < alone[0] - 0.05
     for name, parallel in {"ring": {"ring": 2, "ulysses": 1}, "tp": {"ring": 1, "ulysses": 1, "tp": 2}}.items():
-        train_config = replace(config.train, output=tmp_path / name)
-        actual = worlds(2).run(losses, replace(config, parallel=ParallelConfig(**parallel), train=train_config))
+        sharded = replace(config, parallel=ParallelConfig(**parallel))
+        actual = worlds(2).run(losses, at(sharded, tmp_path / name))
         assert actual[0] == actual[1]
         assert max(abs(a - b) for a, b in zip(actual[0], alone, strict=True)) < 1e-5
 
 
 def test_fine_tuning_starts_from_the_weights_in_the_folder(worlds, tmp_path):
     folder = save_model(Llama(SIZES), tmp_path / "llama")
-    config = replace(
-        SMALL,
-        model=ModelConfig(pretrained=folder),
-        parallel=ParallelConfig(ring=2, ulysses=1),
-        train=replace(SMALL.train, output=tmp_path / "out"),
-    )
+    tuned = replace(SMALL, model=ModelConfig(pretrained=folder), parallel=ParallelConfig(ring=2, ulysses=1))
+    config = at(tuned, tmp_path / "out")
     actual = worlds(2).run(losses, config)[0]
     assert read_command(["--config", str(tmp_path / "out" / "config.json")])[0].run == config
     rows = worlds(1).run(first_rows, replace(config, parallel=ParallelConfig()))[0]
@@ -172,28 +147,14 @@ def test_both_exports_copy_tokenizer_and_special_token_ids(worlds, tmp_path):
     config_fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config_fields | {"bos_token_id": 1, "eos_token_id": [2, 3]}))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    config = replace(
-        SMALL,
-        model=ModelConfig(pretrained=folder),
-        save=replace(SMALL.save, export=True),
-        train=replace(SMALL.train, output=tmp_path / "out", steps=1),
-    )
+    tuned = replace(SMALL, model=ModelConfig(pretrained=folder), save=replace(SMALL.save, export=True))
+    config = at(tuned, tmp_path / "out", steps=1)
     (messages,) = worlds(1).run(train_and_export, config, tmp_path / "hf")
     assert messages.startswith(f"{tmp_path}/hf: ") and messages.endswith(f"tokenizer of {folder}\n")
     expected = {file.name: file.read_bytes() for file in (tmp_path / "out/export/step-1").iterdir()}
     assert {file.name: file.read_bytes() for file in (tmp_path / "hf").iterdir()} == expected
     assert {"tokenizer.json", "tokenizer_config.json", "config.json", "model.safetensors"} == expected.keys()
     assert json.loads(expected["config.json"])["eos_token_id"] == [2, 3]
-    # If the folder has moved, the command says so, and --pretrained names another one.
-    folder.rename(tmp_path / "moved")
-    messages, step = io.StringIO(), str(tmp_path / "out/checkpoint/step-1")
-    with redirect_stdout(messages):
-        export([step, str(tmp_path / "bare")])
-        export([step, str(tmp_path / "again"), "--pretrained", str(tmp_path / "moved")])
-    note, line = messages.getvalue().splitlines()
-    assert f"no tokenizer: {folder} does not exist" in note and "--pretrained" in note
-    assert f"tokenizer of {tmp_path}/moved" in line and not (tmp_path / "bare/tokenizer.json").exists()
-    assert (tmp_path / "again/config.json").read_bytes() == expected["config.json"]
 
 
 def first_rows(config: Config) -> tuple[torch.Tensor, torch.Tensor]:

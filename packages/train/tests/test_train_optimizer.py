@@ -1,6 +1,6 @@
 """Schedules, AdamW's parameter groups, and clipping by the global norm."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
@@ -23,25 +23,25 @@ def rates(schedule, steps=20, warmup=4, decay=None, lr=1.0):
     return [learning_rate(step, steps, config) for step in range(1, steps + 1)]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-def test_every_schedule_warms_up_linearly_and_never_rises_later(schedule):
-    actual = rates(schedule)
-    assert actual[:4] == [0.25, 0.5, 0.75, 1.0]
-    assert all(a >= b for a, b in pairwise(actual[3:]))
-    assert actual[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
+SCHEDULES = {"cosine": 0.1, "linear": 0.1, "wsd": 0.1, "constant": 1.0}
+"""Rate of the last step by schedule."""
 
 
-def test_cosine_is_halfway_in_the_middle_and_flat_at_both_ends():
-    actual = rates("cosine")
-    assert actual[11] == pytest.approx(0.55)
-    assert actual[4] > 0.99 and actual[-2] < 0.11
+def test_every_schedule_warms_up_linearly_and_never_rises_later():
+    for schedule, last in SCHEDULES.items():
+        actual = rates(schedule)
+        assert actual[:4] == [0.25, 0.5, 0.75, 1.0]
+        assert all(a >= b for a, b in pairwise(actual[3:]))
+        assert actual[-1] == pytest.approx(last)
+        assert 0.9 < rates(schedule, warmup=0)[0] <= 1.0  # without warm-up the first step follows the schedule
+        assert rates(schedule, steps=1, warmup=0) == pytest.approx([last])
 
 
-def test_linear_decays_equally_in_every_step():
+def test_shapes_of_schedules():
+    cosine = rates("cosine")
+    assert cosine[11] == pytest.approx(0.55)  # halfway in the middle, and flat at both ends
+    assert cosine[4] > 0.99 and cosine[-2] < 0.11
     assert [a - b for a, b in pairwise(rates("linear")[3:])] == pytest.approx([0.9 / 16] * 16)
-
-
-def test_wsd_stays_at_the_peak_until_its_last_steps():
     assert rates("wsd")[3:18] == [1.0] * 15  # by default the last tenth of 20 steps decays
     assert rates("wsd")[18:] == pytest.approx([0.55, 0.1])
     assert rates("wsd", decay=3)[16:] == pytest.approx([1.0, 0.7, 0.4, 0.1])
@@ -49,23 +49,14 @@ def test_wsd_stays_at_the_peak_until_its_last_steps():
     assert rates("wsd", steps=3, warmup=0) == pytest.approx([1.0, 1.0, 0.1])  # a tenth is less than one step
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-def test_without_warm_up_the_first_step_follows_the_schedule(schedule):
-    actual = rates(schedule, warmup=0)
-    assert 0.9 < actual[0] <= 1.0 and len(actual) == 20
-    assert rates(schedule, steps=1, warmup=0) == pytest.approx([1.0 if schedule == "constant" else 0.1])
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
-@pytest.mark.parametrize("warmup", [6, 99])
-def test_a_warm_up_longer_than_the_run_is_cut_to_half_of_it_with_a_note(schedule, warmup):
-    actual = rates(schedule, steps=6, warmup=warmup)
-    assert actual[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
-    assert actual[-1] == pytest.approx(1.0 if schedule == "constant" else 0.1)
-    config = OptimizerConfig(warmup_steps=warmup, schedule=schedule)
-    (line,) = schedule_notes(0, 6, config)
-    assert line == f"warm-up: 3 of 6 steps; --optimizer.warmup-steps {warmup} would not end before the run does"
-    assert schedule_notes(0, warmup + 1, config) == [] and schedule_notes(6, 6, config) == [line]
+def test_a_warm_up_longer_than_the_run_is_cut_to_half_of_it_with_a_note():
+    for (schedule, last), warmup in product(SCHEDULES.items(), (6, 99)):
+        actual = rates(schedule, steps=6, warmup=warmup)
+        assert actual[:3] == pytest.approx([1 / 3, 2 / 3, 1.0]) and actual[-1] == pytest.approx(last)
+        config = OptimizerConfig(warmup_steps=warmup, schedule=schedule)
+        (line,) = schedule_notes(0, 6, config)
+        assert line == f"warm-up: 3 of 6 steps; --optimizer.warmup-steps {warmup} would not end before the run does"
+        assert schedule_notes(0, warmup + 1, config) == [] and schedule_notes(6, 6, config) == [line]
 
 
 def test_a_resumed_run_prints_its_learning_rate():
@@ -90,8 +81,7 @@ NOT_DECAYED = {
 TABLES = {"llama": {"embed_tokens.weight"}, "gpt": {"wte.weight", "wpe.weight"}}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt"])
-@pytest.mark.parametrize("embeddings", [True, False])
+@pytest.mark.parametrize(("name", "embeddings"), [("llama", True), ("gpt", False)])
 def test_matrices_are_decayed_and_norms_and_biases_are_not(name, embeddings):
     model = Llama(LLAMA) if name == "llama" else GPT(LEARNED)
     config = OptimizerConfig(weight_decay=0.3, decay_embeddings=embeddings, eps=1e-6, beta1=0.8, beta2=0.7)
@@ -101,11 +91,7 @@ def test_matrices_are_decayed_and_norms_and_biases_are_not(name, embeddings):
     assert names == NOT_DECAYED[name] | (set() if embeddings else TABLES[name])
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.3, 0.0]
     assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
-    assert (optimizer.defaults["eps"], optimizer.defaults["betas"], optimizer.defaults["fused"]) == (
-        1e-6,
-        (0.8, 0.7),
-        True,
-    )
+    assert [optimizer.defaults[name] for name in ("eps", "betas", "fused")] == [1e-6, (0.8, 0.7), True]
 
 
 # -- clipping ---------------------------------------------------------------------------------------------------------
@@ -144,7 +130,7 @@ def clipped(axes: dict[str, int], dtype: torch.dtype) -> tuple[float, float, flo
     return reported, norm_of(before), norm_of(gradients_of(model)), len(before)
 
 
-MESHES = {"tp": 2, "shard": 2}, {"ring": 2, "ulysses": 2}, {"shard": 2, "replicate": 2}
+MESHES = {"tp": 2, "shard": 2}, {"ring": 2, "replicate": 2}
 DTYPES = torch.float64, torch.float32
 
 

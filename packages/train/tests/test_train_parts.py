@@ -13,24 +13,12 @@ from armillary.train.metrics import StepMetrics
 from armillary.train.parts import batch_mask, choose_axes
 
 
-def parsed(argv: list[str]) -> Config:
-    return parse(argv, Config, "armillary-train")
-
-
-def test_every_field_is_a_flag():
-    config = parsed(
-        ["--train.steps", "7", "--data.layout", "striped", "--parallel.ring", "4", "--optimizer.lr", "1e-4"]
-    )
-    assert (config.train.steps, config.data.layout) == (7, "striped")
-    assert (config.parallel.ring, config.optimizer.lr) == (4, 1e-4)
-    assert parsed([]) == Config()
-
-
 def test_whole_numbers_are_read_as_people_write_them():
     words = "--data.sequence-length 64k --train.steps 1Ki --parallel.ring 1_0 --log.profile 1k 2k --train.seed 0"
-    config = parsed(words.split())
+    config = parse(words.split(), Config, "armillary-train")
     assert (config.data.sequence_length, config.train.steps, config.parallel.ring) == (64_000, 1024, 10)
     assert (config.log.profile, config.train.seed) == ((1000, 2000), 0)
+    assert parse([], Config, "armillary-train") == Config()
 
 
 @pytest.mark.parametrize(
@@ -38,12 +26,10 @@ def test_whole_numbers_are_read_as_people_write_them():
     [
         ({}, 1, (1, 1, 1, 1, 1)),
         ({}, 2, (1, 1, 2, 1, 1)),
-        ({}, 4, (1, 1, 2, 2, 1)),
         ({}, 8, (1, 1, 4, 2, 1)),
         ({}, 16, (1, 1, 4, 4, 1)),
         ({"shard": 2}, 8, (1, 2, 2, 2, 1)),
         ({"ring": 1}, 4, (1, 1, 1, 4, 1)),
-        ({"ulysses": 1}, 4, (1, 1, 4, 1, 1)),
         ({"replicate": 2, "ring": 2, "ulysses": 1}, 4, (2, 1, 2, 1, 1)),
         ({"ring": 3}, 4, (1, 1, 3, 1, 1)),
         ({"tp": 2}, 8, (1, 1, 2, 2, 2)),
@@ -85,16 +71,12 @@ def machine(monkeypatch):
     return make
 
 
-def test_each_rank_uses_its_local_gpu(machine):
-    for rank in range(8):
-        machine(8, 8, rank)
+def test_each_rank_uses_its_local_gpu_and_all_the_cpu_if_gpus_are_too_few(machine):
+    for rank in range(4):
+        machine(4, 4, rank)
         assert choose_device(TrainConfig()) == torch.device("cuda", rank)
         assert choose_device(TrainConfig(device="cpu")) == torch.device("cpu")
-
-
-def test_all_ranks_use_the_cpu_if_gpus_are_too_few(machine):
-    for gpus in (0, 1, 3):
-        for rank in range(4):
+        for gpus in (0, 1, 3):
             machine(gpus, 4, rank)
             assert choose_device(TrainConfig()) == torch.device("cpu")
             with pytest.raises(ValueError, match=f"4 ranks on this machine, which has {gpus} GPUs; use cpu or auto"):

@@ -25,9 +25,7 @@ def write_run(folder, losses):
         file.write('no record\n{"step": 36, "los')
 
 
-@pytest.mark.parametrize(
-    "losses", [[5.0, 4.0, float("nan"), *(5 / step for step in range(4, 121))], [float("nan")] * 2]
-)
+@pytest.mark.parametrize("losses", [[5.0, 4.0, float("nan"), *(5 / n for n in range(4, 60))], [float("nan")] * 2])
 def test_a_run_is_drawn_despite_restarts_bad_steps_and_a_truncated_line(tmp_path, losses):
     write_run(tmp_path, losses)
     pixels = matplotlib.image.imread(draw_loss(tmp_path))

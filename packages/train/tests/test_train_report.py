@@ -17,16 +17,14 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from training_runs import SMALL as QUIET
+from training_runs import at, train_small
 
-import armillary.train
 from armillary.train import (
     Config,
     DataConfig,
     LogConfig,
-    ModelConfig,
     SaveConfig,
-    Summary,
-    TrainConfig,
     ValidationConfig,
     prepare,
     process_group,
@@ -37,14 +35,12 @@ from armillary.train.device import peak_flops, peak_memory
 from armillary.train.metrics import StepMetrics, Stopwatch, average
 from armillary.train.reporting import GuardedSink, Journal, Reporter, Screen, Sink, read_records
 
-TEXT = (Path(armillary.train.__file__).parent,)
-"""Training text: reading all of Python's source would take each rank longer than training."""
-SMALL = Config(
-    model=ModelConfig(dim=32, layers=1, heads=4, kv_heads=2, hidden_dim=48),
-    data=DataConfig(path=TEXT, sequence_length=64, global_batch_size=2),
+SMALL = replace(
+    QUIET,
+    data=replace(QUIET.data, sequence_length=64, global_batch_size=2),
     validation=ValidationConfig(every=3, batches=1),
     save=SaveConfig(every=3),
-    train=TrainConfig(steps=6, device="cpu"),
+    log=LogConfig(),
 )
 
 
@@ -62,13 +58,6 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
 # -- a whole run ------------------------------------------------------------------------------------------------
 
 
-def run(config: Config) -> tuple[Summary, str]:
-    output = io.StringIO()
-    with redirect_stdout(output), process_group(config) as device:
-        summary = train_loop(prepare(config, device))
-    return summary, output.getvalue()
-
-
 def texts(folder: Path) -> DataConfig:
     """A few repetitive documents, whose loss falls fast."""
     path = folder / "texts"
@@ -78,10 +67,26 @@ def texts(folder: Path) -> DataConfig:
     return replace(SMALL.data, path=(path,), validation_fraction=0.3)
 
 
-def test_a_run_writes_metrics_tensorboard_traces_and_a_plot(worlds, tmp_path):
+class OutputThatStops(io.StringIO):
+    """An output that sends SIGTERM to the process at step 9."""
+
+    def write(self, text: str) -> int:
+        if text.startswith("step: 9 "):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().write(text)
+
+
+def run_until_a_signal(config: Config) -> tuple[int, str]:
+    output = OutputThatStops()
+    with redirect_stdout(output), process_group(config) as device:
+        summary = train_loop(prepare(config, device))
+    return summary.first_step + len(summary.losses) - 1, output.getvalue()
+
+
+def test_a_run_writes_metrics_tensorboard_traces_and_a_plot_and_a_longer_one_appends(worlds, tmp_path):
     log = LogConfig(every=4, tensorboard=True, profile=(2, 3, 5))
     config = replace(SMALL, data=texts(tmp_path), log=log, train=replace(SMALL.train, output=tmp_path))
-    (summary, output), (_, output_of_rank_1) = worlds(2).run(run, config)
+    (summary, output), (_, output_of_rank_1) = worlds(2).run(train_small, config)
     records = list(read_records(tmp_path / "metrics.jsonl"))
     steps = [record for record in records if "loss" in record]
     assert [(record["step"], record["loss"]) for record in steps] == list(enumerate(summary.losses, 1))
@@ -112,44 +117,16 @@ def test_a_run_writes_metrics_tensorboard_traces_and_a_plot(worlds, tmp_path):
     printed_steps = [line.split()[1] for line in output.splitlines() if line.startswith("step: ")]
     assert printed_steps == ["1", "4", "6"] and f"  loss curve   {tmp_path}/loss.png" in output
     assert output_of_rank_1 == ""
-
-
-def test_a_longer_run_in_the_same_folder_appends_to_its_files(worlds, tmp_path):
-    config = replace(SMALL, data=texts(tmp_path), log=LogConfig(plot=False), save=SaveConfig(every=10))
-    for steps in (3, 5):
-        train_config = replace(SMALL.train, steps=steps, output=tmp_path)
-        worlds(1).run(run, replace(config, train=train_config))
+    # The longer run ends by a signal.
+    (tmp_path / "loss.png").unlink()
+    longer = at(replace(config, log=LogConfig(every=3), save=SaveConfig(every=10**6)), tmp_path, steps=1_000_000)
+    last_step, output = worlds(1).run(run_until_a_signal, longer)[0]
     records = list(read_records(tmp_path / "metrics.jsonl"))
-    assert [(r["step"], r["tokens"]) for r in records if "loss" in r] == [(step, 128 * step) for step in range(1, 6)]
-    events = [(r["event"], r["step"]) for r in records if "event" in r]
-    first = [("started", 0), ("saving", 3), ("saved", 3), ("finished", 3)]
-    assert events == [*first, ("resumed", 3), ("saving", 5), ("saved", 5), ("finished", 5)]
-
-
-class OutputThatStops(io.StringIO):
-    """An output that sends SIGTERM to the process at the third step."""
-
-    def write(self, text: str) -> int:
-        if text.startswith("step: 3 "):
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().write(text)
-
-
-def run_interrupted(config: Config) -> tuple[int, str]:
-    output = OutputThatStops()
-    with redirect_stdout(output), process_group(config) as device:
-        summary = train_loop(prepare(config, device))
-    return len(summary.losses), output.getvalue()
-
-
-def test_a_stopped_run_writes_its_plot(worlds, tmp_path):
-    forever = replace(SMALL.train, steps=1_000_000, output=tmp_path)
-    config = replace(SMALL, data=texts(tmp_path), log=LogConfig(every=3), save=SaveConfig(every=10**6), train=forever)
-    steps, output = worlds(1).run(run_interrupted, config)[0]
-    last = list(read_records(tmp_path / "metrics.jsonl"))[-1]
-    assert (last["event"], last["step"]) == ("stopped", steps) and 3 <= steps < 1_000_000
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert f"loss curve   {tmp_path}/loss.png" in output
+    assert [record["step"] for record in records if "loss" in record] == [*range(1, last_step + 1)]
+    added = [(record["event"], record["step"]) for record in records if "event" in record][len(events) :]
+    saved = [("saving", last_step), ("saved", last_step)]
+    assert added == [("resumed", 6), *saved, ("stopped", last_step)] and 9 <= last_step < 1_000_000
+    assert (tmp_path / "loss.png").is_file() and f"loss curve   {tmp_path}/loss.png" in output
 
 
 # -- lines and the bar ------------------------------------------------------------------------------------------
@@ -310,37 +287,23 @@ def test_a_refused_resume_leaves_its_records_unchanged(worlds, tmp_path):
 # -- failures of reports do not stop a run ------------------------------------------------------------------------
 
 
-class FailingSink(Sink):
-    """A sink that raises at every step and hangs at validation."""
+class HungSink(Sink):
+    """A sink that hangs at validation."""
 
     def __init__(self) -> None:
-        self.steps, self.go_on = 0, threading.Event()
-
-    def step(self, metrics: StepMetrics) -> None:
-        self.steps += 1
-        raise OSError("the disk is full")
+        self.go_on = threading.Event()
 
     def on_validation(self, step: int, values: dict[str, float]) -> None:
         self.go_on.wait()
 
 
-def test_a_failing_sink_is_reported_once_and_retried():
-    sink, messages = FailingSink(), list[str]()
-    guarded = GuardedSink(sink, messages.append)
-    for step in range(3):
-        guarded.submit(lambda sink, step=step: sink.step(metrics(step)))
-    guarded.close(60)
-    assert sink.steps == 3
-    assert messages == ["FailingSink OSError: the disk is full; training continues"]
-
-
 def test_a_hung_sink_does_not_delay_the_run():
-    sink, messages = FailingSink(), list[str]()
+    sink, messages = HungSink(), list[str]()
     guarded = GuardedSink(sink, messages.append, capacity=5)
     guarded.submit(lambda sink: sink.on_validation(1, {}))
     for _ in range(10):
         guarded.submit(lambda _: None)
-    assert messages == ["FailingSink has 5 reports waiting; more are lost"]
+    assert messages == ["HungSink has 5 reports waiting; more are lost"]
     assert not guarded.flush(0.01)
     guarded.close(0.01)
     sink.go_on.set()
@@ -369,17 +332,6 @@ def test_a_full_disk_is_reported_once_and_later_lines_are_written(worlds, tmp_pa
     messages, steps = worlds(1).run(full_disk, tmp_path)[0]
     assert messages == "Journal OSError: [Errno 27] File too large; training continues"
     assert steps == list(range(1, 12))
-
-
-def test_a_run_whose_folder_disappears_continues_and_reports_it_once(worlds, tmp_path):
-    config = replace(
-        SMALL, log=LogConfig(tensorboard=True, every=1), train=replace(SMALL.train, output=tmp_path / "gone")
-    )
-    (tmp_path / "gone").write_text("no folder any more")
-    output = worlds(1).run(report, config, 0, [1, 2, 3])[0].splitlines()
-    assert [line for line in output if line.startswith("step: ")] == [metrics(s, loss=s).line() for s in (1, 2, 3)]
-    assert sum(line.startswith("Journal NotADirectoryError: ") for line in output) == 1
-    assert sum(line.startswith("TensorBoard ") for line in output) == 1
 
 
 # -- optional packages --------------------------------------------------------------------------------------------

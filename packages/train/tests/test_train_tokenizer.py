@@ -4,25 +4,16 @@ import io
 import json
 import shutil
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from training_runs import SMALL, at, train_small
 
 from armillary.data import ByteTokenizer, TextTokenizer
 from armillary.data.cli import main as data_command
 from armillary.models import Llama, LlamaConfig
-from armillary.train import (
-    Config,
-    DataConfig,
-    LogConfig,
-    ModelConfig,
-    SaveConfig,
-    TrainConfig,
-    ValidationConfig,
-    prepare,
-    process_group,
-    train_loop,
-)
+from armillary.train import DataConfig, ModelConfig, SaveConfig
 from armillary.train.checkpoint.export import main as export
 from armillary.train.generate import Generate
 from armillary.train.generate import run as generate
@@ -35,18 +26,10 @@ STEP = "checkpoint/step-1"
 
 def train(folder: Path, output: str, model: ModelConfig, data: str) -> str:
     """Trains a step in the working directory `folder`, and returns the printed lines."""
-    config = Config(
-        model=model,
-        data=DataConfig(path=(Path(data),), sequence_length=16, global_batch_size=1),
-        validation=ValidationConfig(every=20, batches=1),
-        save=SaveConfig(export=True),
-        log=LogConfig(plot=False),
-        train=TrainConfig(steps=1, device="cpu", output=Path(output)),
-    )
-    printed = io.StringIO()
-    with chdir(folder), redirect_stdout(printed), process_group(config) as device:
-        train_loop(prepare(config, device))
-    return printed.getvalue()
+    data_config = DataConfig(path=(Path(data),), sequence_length=16, global_batch_size=1)
+    config = replace(SMALL, model=model, data=data_config, save=SaveConfig(export=True))
+    with chdir(folder):
+        return train_small(at(config, Path(output), steps=1))[1]
 
 
 @pytest.fixture(scope="module")
