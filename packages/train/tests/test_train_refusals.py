@@ -18,16 +18,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save
-from test_train_checkpoints import SMALL, at, trained
-from torch.distributed.tensor import Partial, Shard
+from test_train_checkpoints import SMALL, trained
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from training_runs import at
 
 from armillary.attention import Local
 from armillary.core.testing import refusal
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
 from armillary.data.text.tokenizer import train_bpe
-from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.models.parameters import box_of
 from armillary.models.parts import meta_model, parameter_shapes, parse
 from armillary.train import (
@@ -35,7 +36,6 @@ from armillary.train import (
     DataConfig,
     LogConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     SaveConfig,
     TrainConfig,
@@ -68,34 +68,24 @@ HUB = {
 SHAPES = parameter_shapes(meta_model, parse(HUB))
 WEIGHTS = save({name: torch.zeros(shape) for name, shape in SHAPES.items()})
 FILES = {
-    "empty": "",
     "text.txt": "some words\n" * 40,
     "other.txt": "other words\n" * 40,
     "posts.jsonl": '{"text": "a"}',
-    "binary": bytes(range(256)),
     "config.yaml": "train:\n  steps: 3\n",
     "line\nbreak.toml": "[train]\nstepss = 3",
     "bad_syntax.py": "def f(:\n",
     "bad_import.py": "1 / 0\n",
     "bad_recipes.py": "def number():\n return 3\ndef needs(x):\n return x\ndef fails():\n raise KeyError('x')\n",
     "manifest-empty/manifest.json": "{}",
-    "hub-list/config.json": "[]",
-    "hub-deep/config.json": "[" * 100_000,
     "hub-kind/config.json": '{"model_type": "rwkv"}',
-    "hub-lacks/config.json": '{"model_type": "llama"}',
     "hub-none/notes.txt": "",
     "hub-theta/config.json": json.dumps(HUB | {"rope_theta": math.nan}),
-    "hub-epsilon/config.json": json.dumps(HUB | {"rms_norm_eps": math.nan}),
-    "hub-text/config.json": json.dumps(HUB | {"rms_norm_eps": "small"}),
-    "hub-huge/config.json": json.dumps(HUB | {"hidden_size": 2**70}),
     "hub-large/config.json": json.dumps(HUB | {"hidden_size": 10**9}),
     "hub-plain/config.json": json.dumps(HUB),
     "hub-wide/config.json": json.dumps(HUB | {"hidden_size": 10**6}),
     "hub-wide/model.safetensors": WEIGHTS,
     "hub-layers/config.json": json.dumps(HUB | {"num_hidden_layers": 10**6}),
     "hub-layers/model.safetensors": WEIGHTS,
-    "hub-index/config.json": json.dumps(HUB),
-    "hub-index/model.safetensors.index.json": json.dumps({"weight_map": {"model.norm.weight": ".."}}),
     "hub-sentencepiece/tokenizer.model": "",
     "bpe/tokenizer.json": train_bpe(iter(["a cat sat on a mat"] * 3), 270).definition,
     "run-begun/config.json": '{"train": {}}',
@@ -165,7 +155,19 @@ def unexpected(*_: object) -> None:
 
 # -- commands ----------------------------------------------------------------------------------------------------------
 
+OUT_OF_RANGE = """
+train.steps 0, train.seed -1, train.accumulation 0, train.bad-steps 0, train.timeout-minutes 0
+train.timeout-minutes inf, optimizer.lr 0, optimizer.lr nan, optimizer.lr inf, optimizer.min-lr 1, optimizer.min-lr -1
+optimizer.weight-decay -1, optimizer.beta1 1, optimizer.beta2 1, optimizer.eps 0, optimizer.clip-norm 0
+optimizer.warmup-steps -1, data.sequence-length 0, data.global-batch-size 0, data.validation-fraction 0
+data.validation-fraction 1, parallel.ring 0, parallel.shard -1, parallel.heads-per-stage 0, parallel.team 0
+model.dim 0, model.layers 0, model.vocab-size 0, model.rope-theta -1, model.rope-factor nan
+save.every 0, save.keep-last 0, save.keep-every 0, log.every 0, validation.batches 0
+"""
+"""Flags with a value outside of their range."""
+
 TRAIN = [
+    *((f"--{pair}", rf"--{pair}(\.0)?: ") for pair in re.findall(r"[\w.-]+ [^\s,]+", OUT_OF_RANGE)),
     ("--nothing", "--nothing"),
     ("train", "train"),
     ("--trian.steps 3", "--trian.steps.*--train.steps"),
@@ -173,111 +175,48 @@ TRAIN = [
     ("--train.steps ''", "--train.steps.*''"),
     ("--train.steps many", "--train.steps: 'many'.*64Ki"),
     ("--train.steps 1.5", "--train.steps: '1.5'"),
-    ("--train.steps 1e-3", "--train.steps: '1e-3'"),
-    ("--train.steps nan", "--train.steps: 'nan'"),
-    ("--train.steps 5x", "--train.steps: '5x'"),
-    ("--train.steps 0.5k5", "--train.steps: '0.5k5'"),
-    ("--train.steps 0", "--train.steps 0: "),
-    ("--train.steps -3", "--train.steps -3: "),
     ("--train.steps 99999999999999999999", "'99999999999999999999'"),
-    (f"--train.steps {'9' * 67}", "--train.steps"),
-    ("--train.seed 99999999999999999999", "'99999999999999999999'"),
-    ("--train.seed -1", "--train.seed -1: "),
-    ("--train.accumulation 0", "--train.accumulation 0: "),
     ("--train.accumulation 3", "--data.global-batch-size 4 "),
-    ("--train.bad-steps 0", "--train.bad-steps 0: "),
-    ("--train.timeout-minutes 0", "--train.timeout-minutes 0.0: "),
-    ("--train.timeout-minutes nan", "--train.timeout-minutes nan: "),
-    ("--train.timeout-minutes inf", "--train.timeout-minutes inf: "),
     ("--train.device tpu", "'--train.device'"),
-    ("--train.precision float8", "'--train.precision'"),
-    ("--optimizer.lr x", "--optimizer.lr: "),
-    ("--optimizer.lr 0", "--optimizer.lr 0.0: "),
-    ("--optimizer.lr -1", "--optimizer.lr -1.0: "),
-    ("--optimizer.lr nan", "--optimizer.lr nan: "),
-    ("--optimizer.lr inf", "--optimizer.lr inf: "),
     ("--optimizer.lr 1e-5", "--optimizer.min-lr 0.0001: .*--optimizer.lr 1e-05"),
-    ("--optimizer.min-lr 1", "--optimizer.min-lr 1.0: "),
-    ("--optimizer.min-lr -1", "--optimizer.min-lr -1.0: "),
-    ("--optimizer.weight-decay -1", "--optimizer.weight-decay -1.0: "),
-    ("--optimizer.weight-decay nan", "--optimizer.weight-decay nan: "),
-    ("--optimizer.beta1 1", "--optimizer.beta1 1.0: "),
-    ("--optimizer.beta2 1", "--optimizer.beta2 1.0: "),
-    ("--optimizer.beta2 -0.1", "--optimizer.beta2 -0.1: "),
-    ("--optimizer.eps 0", "--optimizer.eps 0.0: "),
-    ("--optimizer.clip-norm 0", "--optimizer.clip-norm 0.0: "),
-    ("--optimizer.clip-norm nan", "--optimizer.clip-norm nan: "),
-    ("--optimizer.warmup-steps -1", "--optimizer.warmup-steps -1: "),
     ("--optimizer.schedule polynomial", "'polynomial'"),
     ("--optimizer.decay-steps 5", "--optimizer.decay-steps 5: .*--optimizer.schedule wsd.*cosine"),
     ("--optimizer.schedule wsd --optimizer.decay-steps 0", "--optimizer.decay-steps 0: "),
     ("--optimizer.schedule wsd --optimizer.decay-steps 71", r"--optimizer.decay-steps 71: .*1\.\.70.*80"),
-    ("--data.sequence-length 0", "--data.sequence-length 0: "),
     ("--data.sequence-length 64KiB", "--data.sequence-length: '64KiB'.*64Ki"),
-    ("--data.global-batch-size 0", "--data.global-batch-size 0: "),
     ("--data.global-batch-size 3 --parallel.shard 2", "--data.global-batch-size 3 .*replicate 1 x shard 2.*of 2"),
     ("--parallel.shard 2 --train.accumulation 4", "--data.global-batch-size 4 .*replicate 1 x shard 2.*of 8"),
-    ("--data.validation-fraction 0", "--data.validation-fraction 0.0: "),
-    ("--data.validation-fraction 1", "--data.validation-fraction 1.0: "),
     ("--data.weights 1", "--data.weights "),
     ("--data.path a b --data.weights 1 0", "--data.weights 1.0 0.0: "),
-    ("--data.path a b --data.weights 1 -1", "--data.weights 1.0 -1.0: "),
     ("--data.task recall", "--data.task: "),
     ("--validation.tasks=recall", "--validation.tasks: "),
     ("--data.rows 3", "--data.rows: .*data.global_batch_size"),
     ("--data.layout spiral", "'spiral'.*'--data.layout'.*'zigzag'"),
     ("--recipe hybrid --data.layout striped", "--data.layout striped"),
     ("--recipe hybrid --parallel.contiguous-states --parallel.tp 2", "--parallel.contiguous-states .*--parallel.tp 2"),
-    ("--parallel.ring 0", "--parallel.ring 0: "),
-    ("--parallel.shard -1", "--parallel.shard -1: "),
     ("--parallel.cp 8 --parallel.ring 2", "--parallel.cp 8 .*--parallel.ring.*--parallel.ulysses"),
-    ("--parallel.heads-per-stage 0", "--parallel.heads-per-stage 0: "),
-    ("--parallel.attention flash", "'flash'"),
     ("--parallel.attention ring --parallel.team 2", "--parallel.attention: .*team=2"),
     ("--parallel.attention wallfacer --parallel.heads-per-stage 4", "--parallel.attention: .*heads_per_stage=4"),
     ("--parallel.attention upipe+nothing", r"'upipe\+nothing'"),
-    ("--parallel.team 0", "--parallel.team 0: "),
     ("--parallel.compiler eager --cuda.sm-margin 4", "--cuda.sm-margin 4"),
     ("--model.dim 100", "--model.dim 100 .*--model.heads 8.*--model.head-dim"),
-    ("--model.dim 0", "--model.dim 0: "),
-    ("--model.layers 0", "--model.layers 0: "),
     ("--model.head-dim 7", "head_dim=7"),
     ("--model.kv-heads 3", "heads=8 .*kv_heads=3"),
-    ("--model.rope-theta -1", "--model.rope-theta -1.0: "),
-    ("--model.rope-factor nan", "--model.rope-factor nan: "),
-    ("--model.vocab-size 0", "--model.vocab-size 0: "),
-    ("--model.family mamba", "'mamba'"),
     ("--model.family gpt --model.kv-heads 4", "--model.kv-heads: a GPT"),
     ("--model.family gpt --model.rope-scaling none", "--model.rope-scaling: a GPT"),
     ("--model.family gpt --model.no-tied-embeddings", "--model.no-tied-embeddings: a GPT"),
     ("--model.pretrained none", "none/config.json: "),
-    ("--model.pretrained text.txt", "text.txt/config.json: "),
     ("--model.pretrained hub-none", "hub-none/config.json: "),
-    ("--model.pretrained hub-list", "hub-list/config.json: "),
-    ("--model.pretrained hub-deep", "hub-deep/config.json: "),
     ("--model.pretrained hub-kind", "hub-kind/config.json: model_type='rwkv'"),
-    ("--model.pretrained hub-lacks", "hub-lacks/config.json: "),
     ("--model.pretrained hub-theta", "hub-theta/config.json: rope_theta=nan"),
-    ("--model.pretrained hub-epsilon", "hub-epsilon/config.json: rms_norm_eps=nan"),
-    ("--model.pretrained hub-text", "hub-text/config.json: rms_norm_eps='small'"),
-    ("--model.pretrained hub-huge", "hub-huge/config.json: hidden_size=1180591620717411303424"),
     ("--model.pretrained hub-wide", "model.embed_tokens.weight"),
     ("--model.pretrained hub-layers", "hub-layers"),
-    ("--model.pretrained hub-index", "hub-index/model.safetensors.index.json "),
     ("--model.pretrained hub --model.dim 128", "--model.dim: the model in hub "),  # the default
     ("--model.dim=32 --model.pretrained hub", "--model.dim: the model in hub "),  # the folder's own
     ("--model.pretrained hub --model.kv_heads 4", "--model.kv_heads: the model in hub "),
     ("--model.pretrained hub --model.no-qk-norm", "--model.no-qk-norm: the model in hub "),
-    ("--model.pretrained hub --model.vocab-size 60", "--model.vocab-size: the model in hub "),
-    ("--model.pretrained hub --model.state-heads 2", "--model.state-heads: the model in hub "),
     ("--model.pretrained hub --model.family llama", "--model.family: the model in hub "),
     ("--model.dim 128 --recipe finetune", "--model.dim: the model in "),
-    ("--save.every 0", "--save.every 0: "),
-    ("--save.keep-every 0", "--save.keep-every 0: "),
-    ("--save.resume always", "'always'"),
-    ("--log.every 0", "--log.every 0: "),
-    ("--validation.batches 0", "--validation.batches 0: "),
-    ("--checkpointing.policy some", "'some'"),
     ("--json", "--json"),
     ("--ranks 4", "--ranks"),
     ("--dry-run --ranks 0", "--ranks 0: "),
@@ -293,7 +232,6 @@ TRAIN = [
     ("--dry-run --model.vocab-size 257 --parallel.kernel flash", "--parallel.kernel flash: .*cpu_flash, "),
     ("--recipe ''", "--recipe : .*debug"),
     ("--recipe 'a\nb'", "--recipe a b: .*debug"),
-    ("--recipe none", "--recipe none: "),
     ("--recipe none:f", "--recipe none:f: No module named 'none'"),
     ("--recipe bad_syntax:f", "--recipe bad_syntax:f: SyntaxError"),
     ("--recipe bad_import:f", "bad_import.py:1: "),
@@ -301,31 +239,23 @@ TRAIN = [
     ("--recipe bad_recipes:number", "--recipe bad_recipes:number: .*int, not a Config"),
     ("--recipe bad_recipes:needs", r"--recipe bad_recipes:needs: TypeError: needs\(\)"),
     ("--recipe bad_recipes:fails", "bad_recipes.py:6: 'x'"),
-    ("--recipe :f", "--recipe :f: ValueError"),
     ("--recipe ./bad_recipes.py:number", "--recipe ./bad_recipes.py:number: TypeError"),
-    ("--config ''", "--config .: "),
     ("--config none.toml", "--config none.toml: .*No such file"),
     ("--config folder.toml", "--config folder.toml: "),
     ("--config loop.toml", "--config loop.toml: "),
-    ("--config empty", "--config empty: "),
     ("--config config.yaml", "--config config.yaml: .*.toml or .json"),
     ("--config 'line\nbreak.toml'", "--config line break.toml: train.stepss"),
     ("--config a\0b.toml", r"--config a\\x00b.toml"),
-    (f"--config {'x' * 5000}.toml", "File name too long"),
 ]
 
 EXPORT = [
     ("", "PATH"),
     ("run", "PATH"),
     ("run out", "give the folder of"),
-    ("run out more", "more"),
     ("run out --dtype int8", "'int8'"),
     ("run out --pretrained none", "--pretrained none: "),
     ("a\0b out", "embedded null byte"),
     ("none out", "none: manifest.json"),
-    ("text.txt out", "text.txt: manifest.json"),
-    ("folder out", "folder: manifest.json"),
-    ("loop out", "loop"),
     ("manifest-empty out", "manifest-empty: "),
     ("run-damaged/checkpoint/step-1 out", "step-1: file rank-1.safetensors has 7 "),
     ("run-damaged/checkpoint/step-2 out", "step-2: file rank-0.safetensors has other bytes"),
@@ -337,7 +267,6 @@ EXPORT = [
 GENERATE = [
     ("run", "--prompt"),
     ("none --prompt x", "none: "),
-    ("folder --prompt x", "folder: "),
     ("run-begun --prompt x", "run-begun: "),
     ("run-empty --prompt x", "run-empty/checkpoint: "),
     ("run-data --prompt x", r"run-data/config.json: data=\[1\]"),
@@ -349,7 +278,6 @@ GENERATE = [
     ("run --prompt x --tokenizer none.json", "none.json"),
     ("run --prompt x --tokens 64q", "--tokens: '64q'"),
     ("run --prompt x --temperature -1", "temperature=-1.0"),
-    ("run --prompt x --top-p 2", "top_p=2.0"),
     ("run --prompt x --parallel.ring 2", "--parallel.ring: .*leave it out"),
     ("run --prompt x --parallel.tp=2", "--parallel.tp: it is --tp"),
 ]
@@ -371,16 +299,10 @@ def test_commands_are_refused(run_folder, monkeypatch, main, name, line, message
 
 CONFIG_FILES = [
     ("run.json", "", ""),
-    ("run.json", bytes(range(256)), "'utf-8'"),
-    ("run.json", "[" * 100_000, ""),
     ("run.json", "[1]", "object, not list"),
-    ("run.json", "3", ""),
     ("run.json", '{"optimizer": {"lr": NaN}}', "optimizer.lr = nan"),
-    ("run.json", '{"train": {"steps": ' + "9" * 5000 + "}}", ""),
     ("run.toml", bytes(range(256)), "'utf-8'"),
     ("run.toml", "[train\nsteps = ", "Expected ']'"),
-    ("run.toml", "[model", "at end of document"),
-    ("run.toml", "a = " + "[" * 50_000, ""),
     ("run.toml", "train = 3", "train "),
     ("run.toml", "sequence-length = 3", "sequence-length.*data.sequence_length"),
     ("run.toml", "[trian]\nsteps = 3", "trian.*train."),
@@ -389,22 +311,17 @@ CONFIG_FILES = [
     ("run.toml", '[data]\ntask = "recall"', "data.task .*leave it out"),
     ("run.toml", "[validation]\ntasks = []", "validation.tasks .*leave it out"),
     ("run.toml", "[train]\nsteps = 'x'", "train.steps = 'x'"),
-    ("run.toml", "[train]\nsteps = 1.5", "train.steps = 1.5"),
     ("run.toml", "[train]\nsteps = true", "train.steps = True"),
-    ("run.toml", "[train]\nsteps = 99999999999999999999999", "train.steps = 99999999999999999999999"),
     ("run.toml", "[train]\nsteps = 0", "train.steps = 0"),
     ("run.toml", "[train]\nsteps = 2020-01-01", r"train.steps = datetime.date\(2020, 1, 1\)"),
-    ("run.toml", "[optimizer]\nlr = inf", "optimizer.lr = inf"),
     ("run.toml", "[model]\ndim = '3q'", "model.dim = '3q'.*131072"),
     ("run.toml", "[data]\nsequence-length = '64KiB'", r"data.sequence_length = '64KiB'.*64Ki \(65,536\)"),
-    ("run.toml", "[data]\npath = 7", "data.path = 7"),
     ("run.toml", "[data]\nlayout = 'spiral'", "data.layout = 'spiral'.*'zigzag', 'contiguous', 'striped'"),
     ("run.toml", "[model]\nkv-heads = 1\nkv_heads = 2", "model.kv_heads"),
     ("run.toml", "[model]\nkv_heads = 1\nkv-heads = 2", "model.kv-heads"),
     ("run.toml", "[checkpointing]\noffload = true", "checkpointing.*offload=True"),
     ("run.toml", "recipe = 3", "recipe = 3"),
     ("run.toml", "recipe = 'none'", "recipe = none: .*debug, finetune, "),
-    ("run.toml", "recipe = 'no_such_module:f'", "recipe = no_such_module:f: "),
 ]
 
 
@@ -439,22 +356,11 @@ def set_position(place: int) -> None:
 TEXT = (Path("text.txt"),)
 CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: check(train=TrainConfig(steps="x")), "--train.steps x: "),
-    (lambda: check(train=TrainConfig(steps=1.5)), "--train.steps 1.5: "),
     (lambda: check(train=TrainConfig(steps=True)), "--train.steps True: "),
-    (lambda: check(train=TrainConfig(steps=None)), "--train.steps none: "),
-    (lambda: check(train=TrainConfig(steps=2**63)), "--train.steps 9223372036854775808: "),
-    (lambda: check(train=TrainConfig(device="tpu")), "--train.device tpu: "),
-    (lambda: check(optimizer=OptimizerConfig(lr="x")), "--optimizer.lr x: "),
-    (lambda: check(data=DataConfig(global_batch_size=2.0)), "--data.global-batch-size 2.0: "),
     (lambda: check(data=DataConfig(documents="yes")), "--data.documents yes: "),
-    (lambda: check(parallel=ParallelConfig(attention=3)), "--parallel.attention 3: "),
-    (lambda: check(model=ModelConfig(heads=0)), "--model.heads 0: "),
     (lambda: check(model=ModelConfig(family="gpt", kv_heads=8)), "--model.kv-heads 8: .*--model.family llama"),
-    (lambda: check(save=SaveConfig(keep_last=0)), "--save.keep-last 0: "),
     (lambda: check_pretrained("hub", dim=64), "--model.dim 64: the model in hub has 32"),
-    (lambda: check_pretrained("hub", vocab_size=257), "--model.vocab-size 257: the model in hub has 60"),
     (lambda: check_pretrained("hub", family="gpt"), "--model.family gpt: the model in hub has llama"),
-    (lambda: check_pretrained("gpt", kv_heads=2), "--model.kv-heads 2: the model in gpt has 4"),
     (lambda: check_pretrained("gpt", rope_theta=2.0), "--model.rope-theta 2.0: a GPT"),
     (lambda: check_pretrained("gpt"), "--data.sequence-length 96: gpt has 12 "),
     (lambda: check_log(LogConfig(wandb="long"), 10, CPU), r"--log.wandb.*armillary-train\[wandb\]"),
@@ -462,7 +368,6 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: check_log(LogConfig(trace=Path("t.json"), trace_steps=(0,)), 10, CPU), "--log.trace-steps.*0"),
     (lambda: check_log(LogConfig(trace_steps=(2,)), 10, CPU), "--log.trace-steps.*--log.trace FILE"),
     (lambda: check_log(LogConfig(memory_snapshot=(3,)), 10, CPU), "--log.memory-snapshot.*cuda.*cpu"),
-    (lambda: Checkpointing("some"), "'some'"),  # type: ignore[arg-type]
     (lambda: open_stores(DataConfig(path=TEXT), Path("hub-sentencepiece")), "tokenizer.json"),
     (lambda: open_stores(DataConfig(path=(Path("store"),)), Path("bpe")), "store .*bytes"),
     (
@@ -470,7 +375,6 @@ CALLS: list[tuple[Callable[[], object], str]] = [
         "--model.pretrained hub.*60",
     ),
     (lambda: TokenSource(Path("gone"), TEXT).tokenizer(), "gone does not exist"),  # it may have tokenized the text
-    (lambda: TokenSource(Path("gone"), ()).tokenizer(), "gone does not exist"),
     (lambda: TokenSource(None, (Path("gone"),)).tokenizer(), "gone does not exist"),
     (lambda: TokenSource(None, (), "recall").tokenizer(), "recall"),
     (lambda: TokenSource().tokenizer(), "config.json"),
@@ -483,10 +387,8 @@ CALLS: list[tuple[Callable[[], object], str]] = [
         f"step-2 has format {FORMAT + 1}.* format {FORMAT}",
     ),
     (lambda: set_position(-1), f"position -1 of {WORDS}"),
-    (lambda: set_position(WORDS + 1), f"position {WORDS + 1} of {WORDS}"),
     (lambda: set_random_state({"torch": torch.zeros(3)}, CPU), "state of random numbers"),
     (lambda: box_of((9,), (2, 2), (0, 0), (_StridedShard(0, split_factor=3), Shard(0))), "3 .*dim 0"),
-    (lambda: box_of((9,), (2,), (0,), (Partial(),)), "sharded or replicated"),
 ]
 
 
@@ -541,19 +443,13 @@ def continue_prompt(source: str, **changes: Any) -> str:
 
 RANKS: list[tuple[Callable[[], str], str]] = [
     # armillary-train, after the rendezvous
-    (lambda: train("--trian.steps 3"), "--trian.steps"),
     (lambda: train("--data.path none"), "none "),
     (lambda: train("--data.path empty"), "empty "),
-    (lambda: train("--data.path folder"), "folder "),
-    (lambda: train("--data.path binary"), "binary "),
-    (lambda: train("--data.path loop"), "loop "),
     (lambda: train("--data.path posts.jsonl"), "posts.jsonl .*token store"),
     (lambda: train("--data.path text.txt --data.sequence-length 1G"), "1,000,000,000"),
     (lambda: train("--data.sequence-length 1 --parallel.ring 2"), "--data.sequence-length: .*1 tokens .*2 shards"),
     (lambda: train("--data.path text.txt --model.vocab-size 9"), "--model.vocab-size 9: .*256"),
     (lambda: train("--data.path text.txt --model.pretrained hub-plain"), "hub-plain "),
-    (lambda: train("--data.weights 1 2"), "--data.weights .*2 .*0 "),
-    (lambda: train("--model.kv-heads 3"), "3"),
     (lambda: train("--parallel.ring 3"), "ring 3 x ulysses 1 x tp 1 = 3 ranks, but 2 "),
     (lambda: train("--parallel.ulysses 2 --model.heads 1 --model.kv-heads 1"), "1 query heads .*2 ranks .*'ulysses'"),
     (
@@ -562,7 +458,6 @@ RANKS: list[tuple[Callable[[], str], str]] = [
     ),
     (lambda: train("--parallel.attention ring --parallel.ulysses 2"), "ring .*'ulysses' with 2 ranks"),
     (lambda: train("--parallel.kernel cudnn"), "--parallel.kernel cudnn: .*cpu_flash, dense"),
-    (lambda: train("--train.output text.txt"), "--train.output text.txt: "),
     (lambda: train("--train.output text.txt/inside"), "--train.output text.txt/inside: cannot be written to"),
     (lambda: train("--train.output /proc/none"), "--train.output /proc/none: "),
     (lambda: train("--train.device cuda"), "cuda"),
@@ -604,7 +499,6 @@ RANKS: list[tuple[Callable[[], str], str]] = [
     (lambda: continue_prompt("hub", tp=3), "--tp 3: "),
     (lambda: continue_prompt("hub", device="cuda"), "--device cuda: "),
     (lambda: continue_prompt("gpt", prompt=("1", "1 2 3 4 5 6 7 8")), "8 tokens .*--tokens 6, .* 12 .*--tokens 4"),
-    (lambda: continue_prompt("hub-wide"), "hub-wide .*config.json"),
     (lambda: continue_prompt("run-layers"), "run-layers/checkpoint/step-2/manifest.json: model: 1000000 layers"),
     (lambda: continue_prompt("run-unsaved"), "run-unsaved/checkpoint "),
 ]
