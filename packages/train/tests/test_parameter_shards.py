@@ -86,7 +86,7 @@ def wrong_weights(tables: nn.Module) -> list[str]:
 
 
 def save_tables(folder: Path) -> list[str]:
-    tables = Tables({"shard": 2, "ring": 2, "tp": 2}, data=True)
+    tables = Tables({"shard": 1, "ring": 2, "tp": 2}, data=True)
     dcp.save({"model": tables.state_dict(), "name": "tables"}, checkpoint_id=folder, planner=SavePlanner())
     return wrong_weights(tables)
 
@@ -100,9 +100,9 @@ def load_tables(folder: Path, axes: dict[str, int]) -> list[str]:
 
 
 def test_uneven_shards_and_their_checkpoints_are_exact(worlds, tmp_path):
-    assert worlds(8).run(save_tables, tmp_path) == [[]] * 8
-    for axes in ({"shard": 2, "ring": 2, "tp": 2}, {"shard": 2, "tp": 4}, {"shard": 8}):
-        assert worlds(8).run(load_tables, tmp_path, axes) == [[]] * 8
+    assert worlds(4).run(save_tables, tmp_path) == [[]] * 4
+    for axes in ({"shard": 2, "tp": 2}, {"shard": 1, "tp": 4}, {"shard": 2, "ring": 2}):
+        assert worlds(4).run(load_tables, tmp_path, axes) == [[]] * 4
     one = {"model": {name: torch.zeros_like(weight) for name, weight in expected().items()}}
     dcp.load(one, checkpoint_id=tmp_path, no_dist=True)  # torch's default planner reads it
     assert all(torch.equal(one["model"][name], weight) for name, weight in expected().items())
