@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.tensor import DTensor
-from training_runs import SMALL as ONE_STEP_BATCHES
+from training_runs import SMALL as PLAIN
 from training_runs import TEXT, at
 
 from armillary.core.parts import compat
@@ -52,10 +52,10 @@ from armillary.train.reporting import Reporter
 from armillary.train.step import train_step
 
 SMALL = replace(
-    ONE_STEP_BATCHES,
+    PLAIN,
     parallel=ParallelConfig(ring=2, ulysses=1),
     save=SaveConfig(every=2, keep_last=3),
-    train=replace(ONE_STEP_BATCHES.train, accumulation=2),
+    train=replace(PLAIN.train, accumulation=2),
 )
 
 

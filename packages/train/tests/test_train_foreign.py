@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from armillary.core.parts import parse_json, parse_toml, read_json
+from armillary.core.parts import read_json
 from armillary.data import TextTokenizer, open_store, read_documents
 from armillary.data.formats.foreign import is_single_dataset
 from armillary.data.formats.store_folder import Header, map_file
 from armillary.data.prepare.sources import chunks
-from armillary.data.text.tokenizer import parse_definition, read_name
+from armillary.data.text.tokenizer import read_name
 from armillary.models.parts import ends_of_text, open_tensors
 from armillary.train.checkpoint.storage import Damaged, FileRecord, SavedTensors, file_fault, read_checked
 from armillary.train.config.overlay import read_settings
@@ -63,23 +63,15 @@ def refusal(read: Callable[[Path], Any], path: Path) -> str:
     return str(error.value)
 
 
-def test_deeply_nested_text_raises_a_value_error():
-    for parse, text in ((parse_json, JSON), (parse_json, JSON.encode()), (parse_toml, TOML)):
-        with pytest.raises(ValueError, match="nested too deeply"):
-            parse(text)
-    with pytest.raises(ValueError):
-        parse_definition(JSON.encode())
-    assert parse_json(b"[1]") == [1] and parse_toml("a = 1") == {"a": 1}
-
-
-@pytest.mark.parametrize("name", JSON_READERS)
-def test_every_reader_refuses_nested_json_and_json_that_is_no_object(tmp_path, name):
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    for text, reason in {JSON: "nested too deeply", "null": "object, not null", "[1]": "object, not list"}.items():
-        path.write_text(text)
-        message = refusal(JSON_READERS[name], path)
-        assert reason in message and (path.name in message or path.parent.name in message)
+def test_every_reader_refuses_nested_json_and_json_that_is_no_object(tmp_path):
+    (tmp_path / "dataset").mkdir()
+    for name, read in JSON_READERS.items():
+        path = tmp_path / name
+        for text, reason in {JSON: "nested too deeply", "null": "object, not null", "[1]": "object, not list"}.items():
+            path.write_text(text)
+            message = refusal(read, path)
+            assert reason in message and (path.name in message or path.parent.name in message), name
+        path.unlink()
 
 
 def test_deeply_nested_lines_are_no_records_and_toml_is_refused(tmp_path):
@@ -120,7 +112,6 @@ def test_a_huge_file_is_not_read(tmp_path):
     path = tmp_path / "manifest.json"
     path.touch()
     os.truncate(path, 2**40)
-    assert f"{2**40:,} bytes" in refusal(read_json, path)
     with pytest.raises(Damaged, match="bytes"):
         read_checked(path)
     assert file_fault({path.name: FileRecord(7, 0)}, tmp_path) == f"file manifest.json has {2**40} of 7 bytes"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import SMALL as QUIET
+from training_runs import SMALL as PLAIN
 from training_runs import at, train_small
 
 from armillary.data import ByteTokenizer, TextTokenizer
@@ -40,11 +40,11 @@ from armillary.train.config import model_config
 from armillary.train.parts import open_stores
 
 SMALL = replace(
-    QUIET,
-    data=replace(QUIET.data, sequence_length=96, global_batch_size=2),
+    PLAIN,
+    data=replace(PLAIN.data, sequence_length=96, global_batch_size=2),
     optimizer=OptimizerConfig(warmup_steps=1),
     save=SaveConfig(asynchronous=False),
-    train=replace(QUIET.train, steps=3),
+    train=replace(PLAIN.train, steps=3),
 )
 SIZES = LlamaConfig(vocab_size=300, dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48, rope_theta=777.0)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from training_runs import SMALL as QUIET
+from training_runs import SMALL as PLAIN
 from training_runs import at, train_small
 
 from armillary.train import (
@@ -36,8 +36,8 @@ from armillary.train.metrics import StepMetrics, Stopwatch, average
 from armillary.train.reporting import GuardedSink, Journal, Reporter, Screen, Sink, read_records
 
 SMALL = replace(
-    QUIET,
-    data=replace(QUIET.data, sequence_length=64, global_batch_size=2),
+    PLAIN,
+    data=replace(PLAIN.data, sequence_length=64, global_batch_size=2),
     validation=ValidationConfig(every=3, batches=1),
     save=SaveConfig(every=3),
     log=LogConfig(),

@@ -48,9 +48,8 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def runs(worlds, folder) -> dict[str, str]:
-    """The printed lines of runs on the store with new and with pretrained weights, and on text, by output folder."""
-    new, tuned = ModelConfig(**SIZES), ModelConfig(pretrained=Path("weights"))
-    choices = {"new": (new, "store"), "tuned": (tuned, "store"), "bytes": (new, "text")}
+    """The printed lines of runs on the store with pretrained weights, and on text, by output folder."""
+    choices = {"tuned": (ModelConfig(pretrained=Path("weights")), "store"), "bytes": (ModelConfig(**SIZES), "text")}
     return {name: worlds(1).run(train, folder, name, *choice)[0] for name, choice in choices.items()}
 
 
@@ -73,13 +72,12 @@ def check_export(export_folder: Path, store: Path) -> None:
     assert (config.eos_token_id, config.bos_token_id) == (expected.end_of_document, expected.begin_ids[0])
 
 
-@pytest.mark.parametrize("name", ["new", "tuned"])
-def test_exports_of_a_store_have_its_tokenizer(runs, folder, tmp_path, monkeypatch, name):
+def test_exports_of_a_store_have_its_tokenizer(runs, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    line = exported(folder / name / STEP, "exported")
+    line = exported(folder / "tuned" / STEP, "exported")
     assert line.startswith("exported: ") and "float32" in line and f"tokenizer of {folder}/store" in line
-    assert f"exported to {name}/export/step-1: tokenizer of store" in runs[name]
-    for place in (tmp_path / "exported", folder / name / "export/step-1"):
+    assert "exported to tuned/export/step-1: tokenizer of store" in runs["tuned"]
+    for place in (tmp_path / "exported", folder / "tuned/export/step-1"):
         check_export(place, folder / "store")
 
 
@@ -91,11 +89,10 @@ def generated(folder: Path, source: Path, **options: object) -> list[tuple[list[
 
 def test_generation_finds_the_tokenizer_of_a_run_from_any_folder(worlds, runs, folder, tmp_path):
     tokenizer = TextTokenizer.read(folder / "store")
-    expected = worlds(1).run(generated, folder, Path("new"))[0]
+    expected = worlds(1).run(generated, folder, Path("tuned"))[0]
     assert expected[0][0] == tokenizer.encode(TEXT).tolist()
-    assert worlds(1).run(generated, tmp_path, folder / "new")[0] == expected
-    assert worlds(1).run(generated, tmp_path, folder / "new/export/step-1")[0] == expected
-    assert worlds(1).run(generated, tmp_path, folder / "tuned")[0][0][0] == expected[0][0]
+    assert worlds(1).run(generated, tmp_path, folder / "tuned")[0] == expected
+    assert worlds(1).run(generated, tmp_path, folder / "tuned/export/step-1")[0] == expected
 
 
 def test_exports_without_a_tokenizer_say_why(runs, folder, tmp_path):
@@ -103,7 +100,7 @@ def test_exports_without_a_tokenizer_say_why(runs, folder, tmp_path):
     assert "no tokenizer, since tokens are bytes; token 256 ends a text" in line
     assert json.loads((tmp_path / "exported/config.json").read_text())["eos_token_id"] == 256
     assert "no tokenizer, since tokens are bytes" in runs["bytes"]
-    run = shutil.copytree(folder / "new", tmp_path / "run")
+    run = shutil.copytree(folder / "tuned", tmp_path / "run")
     config = json.loads((run / "config.json").read_text())
     for data, reason in {"gone": f"{tmp_path}/gone does not exist", None: "the run has no config.json"}.items():
         (run / "config.json").unlink()
