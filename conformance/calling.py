@@ -78,16 +78,20 @@ class CaseCall:
         call = partial(self._projected, tensors) if case.projected else partial(self._attended, with_lse)
         call = torch.compile(call, backend="aot_eager", fullgraph=not case.projected) if case.compiled else call
         sinks = tensors.get("sinks")
-        inputs = (tensors["x"],) if case.projected else (tensors["q"], tensors["k"], tensors["v"])
+        keys = ("k", "v") if case.latent is None else ("k_rotary", "v_latent")
+        inputs = (tensors["x"],) if case.projected else (tensors["q"], *(tensors[name] for name in keys))
         with torch.autocast(inputs[0].device.type, dtype=case.autocast, enabled=case.autocast is not None):
-            return _checkpointed(case.saving, call, *inputs, sinks)
+            return _checkpointed(case.saving, call, *inputs, sinks, *([tensors["wkv"]] if case.latent else []))
 
     def _projected(self, tensors: Tensors, x: Tensor, sinks: Tensor | None) -> Outcome:
         linear = Linear(tensors["wq"], tensors["wk"], tensors["wv"], self.case, self.sharding.heads)
         return (cast(Any, self.attend).projected(x, linear, **self._options(sinks)),)
 
-    def _attended(self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Outcome:
-        result = self.attend(q, k, v, **self._options(sinks), return_lse=with_lse)
+    def _attended(
+        self, with_lse: bool, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, expansion: Tensor | None = None
+    ) -> Outcome:
+        latents: dict[str, Any] = {} if expansion is None else {"expansion": expansion}
+        result = self.attend(q, k, v, **self._options(sinks), **latents, return_lse=with_lse)
         outcome: Sequence[Tensor] = result if with_lse else (result,)
         # Compiled and reentrant calls pass zeros as the gradient of an unused lse, as if a loss depended on it.
         if self.case.compiled or self.case.saving == "reentrant":

@@ -60,6 +60,8 @@ class Case:
         beside: dims that are sharded over other axes: the batch over `shard` ("b"), heads over `tp` ("h"). On an axis
             of several ranks without its letter, ranks have copies.
         weights: True if sinks and weights are DTensors too; required for weights where heads are sharded.
+        latent: (Dr, L) if the method receives rotary keys, latents and the weight of their expansion, not k and v.
+        send_latents: `Method.send_latents` of the call.
         projected: True if the method receives hidden states of `width` and projections, not q, k and v.
         seed: of tensors, memory layouts and drawn sequence layouts.
     """
@@ -89,6 +91,8 @@ class Case:
     dtensor: bool = False
     beside: str = ""
     weights: bool = False
+    latent: tuple[int, int] | None = None
+    send_latents: bool | None = None
     projected: bool = False
     width: int = 24
     seed: int = 0
@@ -127,6 +131,9 @@ class Case:
         words += [f"autocast={_short(self.autocast)}"] * (self.autocast is not None)
         words += [self.saving] * (self.saving != "autograd") + ["compiled"] * self.compiled
         words += [f"DTensor{self.beside and '+'}{self.beside}"] * self.dtensor + ["weights"] * self.weights
+        if self.latent is not None:
+            words += [f"latent Dr{self.latent[0]} L{self.latent[1]}"]
+            words += [] if self.send_latents is None else ["sent" if self.send_latents else "expanded"]
         words += [f"projected E{self.width}"] * self.projected
         words += [f"needs={self.needs or 'nothing'}"] * (self.needs != EVERYTHING)
         return " ".join([*words, f"seed{self.seed}"])

@@ -62,6 +62,8 @@ def errors(
         AssertionError: a wrong dtype, shape or placement, an input that was written to, or runs or ranks that differ.
             The same on every rank, and raised after all communication, so that no rank waits for another.
     """
+    if case.latent is not None:
+        cast(Any, attend).send_latents = case.send_latents
     placing = Placing(case, dtensor_mesh)
     sharding = CaseSharding.of(attend, case, *placing.sizes())
     results = _gather_on_last(_run_twice(CaseCall(attend, case, sharding, placing), device))

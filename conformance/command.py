@@ -28,7 +28,7 @@ from armillary.core.testing import STAGED, World
 from armillary.data.console.units import count_argument
 from conformance.case import Case
 from conformance.compositions import METHODS, Composition, compositions
-from conformance.draw import RANKS, Trial, drawn
+from conformance.draw import RANKS, Trial, drawn, with_latents
 from conformance.report import KINDS_OF_CASES, Report
 from conformance.run import run
 from conformance.sample import DTYPES, product_cases
@@ -55,6 +55,8 @@ def _drawn(options: Namespace) -> list[Trial]:
     """Returns the random cases with the requested methods, ranks, dtypes and kinds."""
     indices = range(options.random) if options.case is None else options.case
     trials = [drawn(options.seed, index) for index in indices]
+    if options.latents:
+        trials = [with_latents(trial) for trial in trials]
     return [
         trial
         for trial in trials
@@ -84,6 +86,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> Namespace:
     add, number, count = parser.add_argument, count_argument(0), count_argument()
     add("--random", type=number, metavar="N", help="number of random cases instead of the product")
     add("--case", type=number, nargs="+", metavar="I", help="only these random cases")
+    add("--latents", action="store_true", help="random cases with latents instead of keys and values")
     add("--seed", type=number, default=0, metavar="S", help="random seed (default: 0)")
     add("--ranks", type=count, nargs="+", metavar="N", help="only these numbers of ranks (product: by default 1 2 4)")
 

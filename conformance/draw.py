@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from random import Random
 from typing import Any, NamedTuple
@@ -47,6 +48,30 @@ def drawn(seed: int, index: int) -> Trial:
     fields = options | _heads(random, sizes.get("ulysses", 1), parts) | tokens | _scores(random, options["projected"])
     case = Case(**fields, memory=random.choice(MEMORY), gradient=random.choice(GRADIENTS), seed=random.getrandbits(31))
     return Trial(composition, case, seed, index)
+
+
+def with_latents(trial: Trial) -> Trial:
+    """Returns the trial with multi-head latent attention instead of finished keys and values, or of projections."""
+    composition, case, seed, number = trial
+    random = Random(f"{seed} {number} latents")
+    latent = (random.randint(1, case.head_dim), random.randint(1, 24))
+    needs = case.needs if case.needs != EVERYTHING or random.random() < 0.8 else random.choice(("w", "v", "qk", "kvw"))
+    memory = "sliced" if case.memory == "packed" else case.memory
+    return Trial(
+        composition,
+        replace(
+            case,
+            latent=latent,
+            send_latents=random.choice((None, True, True, False)),
+            projected=False,
+            weights=case.weights or "h" in case.beside,
+            shift=0.0,
+            needs=needs if case.saving != "reentrant" else EVERYTHING,
+            memory=memory,
+        ),
+        seed,
+        number,
+    )
 
 
 def _composition(random: Random) -> Composition:

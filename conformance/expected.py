@@ -68,11 +68,16 @@ def flash(case: Case) -> dict[str, Tensor]:
     case = replace(case, softcap=None)
     x = inputs(case)
     leaves = {name: x[name].detach().requires_grad_() for name in x if name not in ("dout", "sinks")}
-    with torch.autocast("cpu", dtype=case.autocast, enabled=case.autocast is not None, cache_enabled=False):
+    # Attention on tensors of one dtype, as on latents, takes no notice of autocast.
+    lowered = case.autocast is not None and case.latent is None
+    with torch.autocast("cpu", dtype=case.autocast, enabled=lowered, cache_enabled=False):
         q, k, v = project_qkv(case, leaves)
     out = _flash(case, q, k, v, x.get("sinks"))
     gradients = torch.autograd.grad(out, list(leaves.values()), x["dout"].to(out.dtype))
     results = {"out": out.detach()} | {f"d{name}": dx for name, dx in zip(leaves, gradients, strict=True)}
+    if case.latent is not None:  # the lse of keys that were rounded after they were expanded
+        arguments: dict[str, Any] = {"mask": case.mask, "scale": case.scale, "sinks": x.get("sinks")}
+        _, results["lse"] = reference_attention(*(y.detach() for y in (q, k, v)), **arguments, return_lse=True)
     if case.sinks:
         weight = (x["sinks"].double()[..., None, None, :] - expected(case)["lse"]).exp()
         results["dsinks"] = -(weight * (x["dout"].double() * results["out"].double()).sum(-1)).sum((-3, -2))

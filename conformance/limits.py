@@ -87,7 +87,7 @@ def limits(case: Case, floors: Mapping[str, float], draws: int) -> dict[str, flo
         allowed["dsinks"] = max(
             allowed["dsinks"], *(torch.finfo(dtype).eps for dtype in (case.dtype, case.compute_dtype))
         )
-    return allowed | {"lse": max(limit, LSE_LIMIT)}
+    return allowed | {"lse": max(allowed.get("lse", 0.0), limit, LSE_LIMIT)}
 
 
 def flash_errors(case: Case, floors: Mapping[str, float]) -> dict[str, float]:

@@ -36,6 +36,7 @@ KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
     "dtensors-heads": lambda trial: "h" in trial.case.beside,
     "dtensors-weights": lambda trial: trial.case.dtensor and trial.case.projected and trial.case.weights,
     "projected": lambda trial: trial.case.projected,
+    "latents": lambda trial: trial.case.latent is not None,
     "cross-attention": lambda trial: trial.case.is_cross_attention,
     "documents": lambda trial: trial.case.mask.documents is not None,
     "patterns": lambda trial: trial.case.mask.pattern is not None,

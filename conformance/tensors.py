@@ -18,13 +18,14 @@ from armillary.core.parts import dtensor
 from conformance.case import CAUSAL, Case
 from conformance.memory import Memory
 
-SHARED = ("sinks", "wq", "wk", "wv")
+SHARED = ("sinks", "wq", "wk", "wv", "wkv")
 """Tensors without tokens and rows. Ranks with other tokens or rows use the same values, and their gradients are summed.
 """
 
 
-HEAD_DIMS = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 2, "sinks": -1, "wq": 0, "wk": 0, "wv": 0}
-"""The dim of the heads, by tensor."""
+HEAD_DIMS = {"q": 2, "k": 2, "v": 2, "out": 2, "lse": 2, "sinks": -1, "wq": 0, "wk": 0, "wv": 0, "wkv": 0}
+"""The dim of the heads, by tensor. Rotary keys and latents have none."""
+KEYS = ("k", "v", "k_rotary", "v_latent")
 
 
 class CasePart(NamedTuple):
@@ -81,7 +82,7 @@ class CaseSharding(NamedTuple):
 
     def _layout(self, name: str) -> SequenceLayout | None:
         base = name.removeprefix("d")
-        return None if base in SHARED else self.key_layout if base in ("k", "v") else self.layout
+        return None if base in SHARED else self.key_layout if base in KEYS else self.layout
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -134,7 +135,8 @@ def _shuffled(random: Random, length: int, pieces: int) -> list[int]:
 def inputs(case: Case) -> dict[str, Tensor]:
     """Returns global q [B, N, H, D], k [B, S, K, D], v [B, S, K, Dv], dout [B, N, H, Dv] and the case's sinks, if any.
 
-    Projected cases have x [B, N, E], wq [H D, E], wk [K D, E], wv [K Dv, E] instead of q, k, v. Equal on every rank.
+    Projected cases have x [B, N, E], wq [H D, E], wk [K D, E], wv [K Dv, E] instead of q, k, v; latent cases k_rotary
+    [B, S, 1, Dr], v_latent [B, S, 1, L] and wkv [K, D - Dr + Dv, L] instead of k and v. Equal on every rank.
     """
     generator = torch.Generator().manual_seed(case.seed)
     drawn = {
@@ -147,6 +149,8 @@ def inputs(case: Case) -> dict[str, Tensor]:
         x["q"] = _with_first(x["q"], root)
         x["k"] = _with_first(x["k"], copysign(root, case.shift) * copysign(1, case.softmax_scale))
     x |= {name: x[name] * case.width**-0.5 for name in ("wq", "wk", "wv") if name in x}
+    if case.latent is not None:
+        x["wkv"] = x["wkv"] * case.latent[1] ** -0.5
     return {name: tensor.to(case.dtype).contiguous() for name, tensor in x.items()}
 
 
@@ -168,6 +172,14 @@ def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
     if case.projected:
         shapes: dict[str, tuple[int, ...]] = {"x": (case.batch, case.length, case.width)}
         shapes |= {name: (rows, case.width) for name, rows in zip(("wq", "wk", "wv"), (q, k, v), strict=True)}
+    elif case.latent is not None:
+        rotary, latent = case.latent
+        shapes = {
+            "q": (case.batch, case.length, case.heads, case.head_dim),
+            "k_rotary": (case.batch, case.keys, 1, rotary),
+            "v_latent": (case.batch, case.keys, 1, latent),
+            "wkv": (case.kv_heads, case.head_dim - rotary + case.value_dim, latent),
+        }
     else:
         shapes = {
             "q": (case.batch, case.length, case.heads, case.head_dim),
@@ -180,7 +192,11 @@ def _shapes(case: Case) -> dict[str, tuple[int, ...]]:
 
 
 def project_qkv(case: Case, leaves: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns q, k and v: inputs of the case, or projections of its x."""
+    """Returns q, k and v: inputs of the case, or projections of its x, or expanded latents."""
+    if case.latent is not None:
+        rows, rotary = case.head_dim - case.latent[0], leaves["k_rotary"].expand(-1, -1, case.kv_heads, -1)
+        expanded = torch.einsum("bsol,knl->bskn", leaves["v_latent"], leaves["wkv"])
+        return leaves["q"], torch.cat((expanded[..., :rows], rotary), dim=3), expanded[..., rows:]
     if not case.projected:
         return leaves["q"], leaves["k"], leaves["v"]
     q, k, v = (F.linear(leaves["x"], leaves[name]) for name in ("wq", "wk", "wv"))

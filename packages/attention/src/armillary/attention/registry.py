@@ -186,8 +186,10 @@ class NamedMethod:
             raise ValueError(
                 f"the layout has {work.layout.shards} shards; {ring} are needed, one for each rank of ring"
             )
-        inner, head = partial(sequence_comm_plan, self.sequence_plan(ring)), self.head_plan(ulysses)
-        return inner(work) if head is None else head.comm_plan(work, ulysses, inner)
+        sequence, head = self.sequence_plan(ring), self.head_plan(ulysses)
+        inner = partial(sequence_comm_plan, sequence)
+        rotates_latents = sequence.rotates_latents and ring > 1
+        return inner(work) if head is None else head.comm_plan(work, ulysses, inner, rotates_latents)
 
     def checkpointed_comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan | None:
         """Returns the plan in a block under a checkpoint policy; None if it is `comm_plan`.

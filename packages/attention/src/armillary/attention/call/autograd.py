@@ -24,6 +24,7 @@ from armillary.attention.call.calls import (
     ProjectedCall,
     autocast_name,
     head_sinks,
+    latents_of,
     sinks_gradient,
 )
 from armillary.attention.call.qkv_sources import Projections, Traceable
@@ -42,19 +43,31 @@ from armillary.core.parts import OpArguments, compat, define_op, pack, pack_regi
 
 
 def attend(
-    method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
+    method: AttentionMethod,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    *weight: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out [B, T, H, Dv], lse [B, T, H]). lse is empty if the call does not need it."""
-    if not q.dtype == k.dtype == v.dtype:  # outside of autocast `check_call` refuses them
-        q, k, v = cast_for_autocast(q, k, v)
+    """Returns (out [B, T, H, Dv], lse [B, T, H]). lse is empty if the call does not need it.
+
+    Args:
+        weight: of the expansion, if k and v are rotary keys and latents.
+    """
+    if not q.dtype == k.dtype == v.dtype or (weight and weight[0].dtype != q.dtype):
+        # Outside of autocast `check_call` refuses them.
+        q, k, v, *cast_weight = cast_for_autocast(q, k, v, *weight)
+        weight = tuple(cast_weight)
     if torch.compiler.is_compiling():
         # The op checks shapes, layout and mask when the graph runs, because a graph must not depend on Python objects.
         check_sinks(sinks, q.shape[-2], q.device)
-        return trace(GraphCall.of(method, options, q.shape[1], k.shape[1]), [q, k, v], sinks)
+        return trace(GraphCall.of(method, options, q.shape[1], k.shape[1]), [q, k, v, *weight], sinks)
     if compat.transforms_on():
-        check_transforms(q, k, v, sinks)  # before a layout is made: dynamo cannot trace that under torch.func
-    call = AttentionCall(method, check_call(method, q, k, v, sinks, options), options.return_lse)
-    return run(call, sinks, q, k, v)
+        check_transforms(q, k, v, sinks, *weight)  # before a layout is made: dynamo cannot trace that under torch.func
+    call = AttentionCall(method, check_call(method, q, k, v, sinks, options, *weight), options.return_lse)
+    return run(call, sinks, q, k, v, *weight)
 
 
 def project(
@@ -148,7 +161,7 @@ def _fake_forward(tensors: list[Tensor], sinks: Tensor | None, *objects: Any) ->
 
 
 def _run_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], *objects: Any) -> list[Tensor]:
-    """Returns the gradients of q, k and v; or of x and the parameters.
+    """Returns the gradients of q, k and v (and of the expansion's weight); or of x and the parameters.
 
     Args:
         saved: the tensors that `Attention.forward` saved for backward, without those for the gradient of sinks.
@@ -161,12 +174,13 @@ def _fake_backward(dout: Tensor, saved: list[Tensor], key_shape: list[int], *obj
     if not key_shape:  # x, the number of the projector, its tensors, the parameters, out, lse
         x, parameters = saved[0], saved[2 + _call_of(*objects).tensor_count : -2]
         return [y.new_empty(y.shape) for y in (x, *parameters)]
-    q, k, v, *_ = saved
+    q, (k, v, *weight) = saved[0], latents_of(saved) or saved[1:3]
     batch, tokens, heads, _ = dout.shape
     return [
         q.new_empty((batch, tokens, heads, q.shape[3])),
         k.new_empty((batch, *key_shape, k.shape[3])),
         v.new_empty((batch, *key_shape, v.shape[3])),
+        *[x.new_empty(x.shape) for x in weight],
     ]
 
 
@@ -193,8 +207,9 @@ _backward = define_op(
 class Attention(torch.autograd.Function):
     """Autograd around the op pair.
 
-    Its tensors are q, k and v. Those of a call on hidden states are x and the parameters of the projections, and in a
-    graph between them the other tensors of `ProjectionParts`.
+    Its tensors are q, k and v; or q, rotary keys, latents and the weight of their expansion. Those of a call on hidden
+    states are x and the parameters of the projections, and in a graph between them the other tensors of
+    `ProjectionParts`.
     """
 
     @staticmethod
@@ -217,7 +232,10 @@ class Attention(torch.autograd.Function):
             ctx.key_shape, saved = [], (*tensors, out, *inner_tensors)
         else:
             # A method that redistributes its inputs (Ulysses) also returns the tensors for its backward: head shards.
-            ctx.key_shape, saved = tensors[1].shape[1:3], inner_tensors or (*tensors, out, lse)
+            # Backward of latents also needs the call's own, and the weight of their expansion (`latents_of`).
+            ctx.key_shape, q_k_v, weight = tensors[1].shape[1:3], tensors[:3], tensors[3:]
+            own_latents = (*q_k_v[1:], *weight) if weight and inner_tensors else weight
+            saved = (*(inner_tensors or (*q_k_v, out, lse)), *own_latents)
         # The gradient of sinks needs out and lse of the local tokens. `saved` may have those of head shards instead.
         for_dsinks = () if sinks is None else (out, lse, sinks)
         ctx.save_for_backward(*arguments.tensors, *saved, *for_dsinks)

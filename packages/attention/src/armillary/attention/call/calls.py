@@ -30,8 +30,9 @@ from armillary.attention.call.spec import (
     StagedMethod,
     key_heads_of,
 )
-from armillary.attention.call.validation import check_call
+from armillary.attention.call.validation import check_call, expanded_shapes
 from armillary.attention.kernels import KERNELS
+from armillary.attention.tiling.latents import Expansion, LatentSizes
 from armillary.core import SequenceLayout, accumulation_dtype
 from armillary.core.parts import compat, object_of, own_memory, phase, pivot, register
 
@@ -40,7 +41,7 @@ from armillary.core.parts import compat, object_of, own_memory, phase, pivot, re
 
 @dataclass(eq=False)
 class AttentionCall:
-    """A checked call of a method on q, k and v.
+    """A checked call of a method on q, k and v; or on q, rotary keys, latents and the weight of their expansion.
 
     Results share no memory with inputs, as an op requires.
 
@@ -50,8 +51,8 @@ class AttentionCall:
     """
 
     is_projected: ClassVar[bool] = False
-    input_count: ClassVar[int] = 3
-    """Number of the call's tensors that the op of forward takes."""
+    input_count: ClassVar[int] = 4
+    """Maximum number of the call's tensors that the op of forward takes."""
 
     method: AttentionMethod
     spec: AttentionSpec
@@ -62,9 +63,11 @@ class AttentionCall:
         self.registered_id = register(self)
 
     def forward(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
-        method, spec, (q, k, v) = self.method, self.spec, tensors
+        method, spec, (q, k, v, *weight) = self.method, self.spec, tensors
         with outside_autocast(q.device.type):
-            if self.prefetched:
+            if weight:
+                out, saved = self._forward_latents(q, k, v, *weight)
+            elif self.prefetched:
                 out, saved = method.forward_prefetched(self.prefetched.pop(), q, k, v, spec)
             else:
                 out, saved = method.forward(q, k, v, spec)
@@ -81,19 +84,46 @@ class AttentionCall:
             return [own_memory(x) for x in ((out, lse, *saved) if saves_other_tensors else (out, lse))]
 
     def backward(self, dout: Tensor, saved: Sequence[Tensor], key_shape: Sequence[int] = ()) -> list[Tensor]:
-        """Returns [dq, dk, dv] in the dtypes of q, k and v.
+        """Returns [dq, dk, dv] in the dtypes of q, k and v; with latents also the gradient of the weight.
 
         Args:
-            saved: the fields of `Saved`.
+            saved: the fields of `Saved`; with latents then the tensors of which `latents_of` tells.
         """
+        latents = latents_of(saved)
         with phase("backward"), outside_autocast(dout.device.type):
-            grads = self.method.backward(dout, Saved(*saved), self.spec)
-        return [own_memory(dx.to(x.dtype)) for dx, x in zip(grads, saved, strict=False)]
+            if latents:
+                grads = self._backward_latents(dout, Saved(*saved[:5]), *latents)
+            else:
+                grads = self.method.backward(dout, Saved(*saved), self.spec)
+        inputs = saved[0], *(latents or saved[1:3])
+        return [own_memory(dx.to(x.dtype)) for dx, x in zip(grads, inputs, strict=True)]
+
+    def _forward_latents(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> tuple[Tensor, Saved]:
+        expansion = Expansion.of(q, k, weight)
+        if sends_latents(self.method, (q, k, v, weight), self.spec.key_heads):
+            return self.method.forward(q, k, v, self.spec, expansion)
+        return self.method.forward(q, *expansion.expand(k, v), self.spec)
+
+    def _backward_latents(
+        self, dout: Tensor, saved: Saved, k: Tensor, v: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        expansion = Expansion.of(saved.q, k, weight, in_backward=True)
+        assert expansion.weight_grad is not None
+        if sends_latents(self.method, (saved.q, k, v, weight), self.spec.key_heads):
+            dq, dk, dv = self.method.backward(dout, saved, self.spec, expansion)
+        else:
+            if not self.method.redistributes_inputs:  # otherwise expanded head shards are saved
+                expanded_k, expanded_v = expansion.expand(k, v)
+                saved = saved._replace(k=expanded_k, v=expanded_v)
+            dq, *key_grads = self.method.backward(dout, saved, self.spec)
+            dk, dv = expansion.collapse(v, *key_grads)
+        return dq, dk, dv, expansion.weight_grad
 
     def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
         """Returns empty tensors shaped like the results of `forward`."""
         spec, with_lse = self.spec, self.with_lse or sinks is not None
-        sizes = [layout.sizes[sequence_shard(self.method)] for layout in (spec.layout, spec.key_layout)]
+        shard = sequence_shard(self.method)
+        sizes = spec.layout.sizes[shard], spec.key_layout.sizes[shard]
         return empty_results(self.method, tensors, spec.key_heads, sizes, with_lse)
 
 
@@ -248,7 +278,7 @@ class GraphCall(NamedTuple):
         """Runs the call.
 
         Args:
-            tensors: q, k and v; or x and the fields of `ProjectionParts` that are tensors.
+            tensors: as of `AttentionCall`; or x and the fields of `ProjectionParts` that are tensors.
         """
         call = self._projected_call(*tensors) if self.is_projected else self._checked_call(*tensors)
         return call.forward(tensors, sinks)
@@ -262,11 +292,11 @@ class GraphCall(NamedTuple):
         """
         if not self.is_projected:
             # The call's own q, k and v may be freed. Its checks read no values: one expanded element is enough.
-            q, k, v, *_ = saved
+            q, (k, v, *weight) = saved[0], latents_of(saved) or saved[1:3]
             key_sizes = (dout.shape[0], *key_shape)
             like = ((dout.shape[:3], q), (key_sizes, k), (key_sizes, v))
             qkv = [x.new_empty(1).expand(*sizes, x.shape[3]) for sizes, x in like]
-            return self._checked_call(*qkv).backward(dout, saved)
+            return self._checked_call(*qkv, *weight).backward(dout, saved)
         *tensors, out, lse = saved
         dx = torch.zeros_like(tensors[0], memory_format=torch.contiguous_format)
         with compat.above_autograd():
@@ -281,8 +311,8 @@ class GraphCall(NamedTuple):
                 results.append(local.clone(memory_format=torch.contiguous_format))
         return results
 
-    def _checked_call(self, q: Tensor, k: Tensor, v: Tensor) -> AttentionCall:
-        spec = check_call(self.method, q, k, v, None, self.options)
+    def _checked_call(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None) -> AttentionCall:
+        spec = check_call(self.method, q, k, v, None, self.options, weight)
         return AttentionCall(self.method, spec, self.options.return_lse)
 
     def _projected_call(self, x: Tensor, number: Tensor, *projection_tensors: Tensor) -> ProjectedCall:
@@ -313,8 +343,9 @@ class GraphCall(NamedTuple):
         if method.redistributes_inputs:
             # `index` turns symbolic heads and dims into numbers, with guards.
             tensors = [x.new_empty((*x.shape[:2], *map(index, x.shape[2:]))) for x in tensors]
-            method.check(*tensors)
-            key_heads = key_heads_of(tensors[0].shape[2], tensors[1].shape[2])
+            q, k, v = expanded_shapes(*tensors)
+            method.check(q, k, v)
+            key_heads = key_heads_of(q.shape[2], k.shape[2])
         with_lse = self.options.return_lse or sinks is not None
         return empty_results(method, tensors, key_heads, (self.tokens, self.key_tokens), with_lse)
 
@@ -357,7 +388,7 @@ def empty_results(
     method: AttentionMethod,
     tensors: Sequence[Tensor],
     key_heads: tuple[int, ...],
-    shard_tokens: Sequence[int],
+    shard_tokens: tuple[int, int],
     with_lse: bool,
 ) -> list[Tensor]:
     """Returns empty tensors shaped like the results of an `AttentionCall` on tensors q, k and v.
@@ -367,13 +398,38 @@ def empty_results(
         shard_tokens: numbers of queries and of keys of this rank's sequence shard.
         with_lse: True if the caller or the sinks need the lse of the local tokens.
     """
-    q, k, v = tensors
+    q, k, v = expanded_shapes(*tensors)
     has_lse = with_lse or not method.redistributes_inputs
     out = q.new_empty((*q.shape[:3], v.shape[3]))
     lse = q.new_empty(q.shape[:3] if has_lse else (0,), dtype=accumulation_dtype(q.dtype))
     if not method.redistributes_inputs:
         return [out, lse]
+    if len(tensors) > 3 and sends_latents(method, tensors, key_heads):
+        expansion = Expansion.of(q, tensors[1], tensors[3])
+        _, k, v, _ = tensors
+        return [out, lse, *method.empty_saved(q, k, v, key_heads, *shard_tokens, expansion=expansion)]
     return [out, lse, *method.empty_saved(q, k, v, key_heads, *shard_tokens)]
+
+
+def latents_of(saved: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Returns a call's own rotary keys, latents and weight from the tensors saved for backward; empty without latents.
+
+    After the fields of `Saved` come all three if `Saved` has other keys, otherwise the weight alone.
+    """
+    own_tensors = saved[len(Saved._fields) :]
+    return own_tensors if len(own_tensors) != 1 else (*saved[1:3], *own_tensors)
+
+
+def sends_latents(method: AttentionMethod, tensors: Sequence[Tensor], key_heads: tuple[int, ...]) -> bool:
+    """Returns True if a method sends the latents of a call instead of expanded keys.
+
+    Args:
+        tensors: q, rotary keys, latents and the weight of their expansion.
+    """
+    q, k, v, weight = tensors
+    head, sent = q.shape[3] + weight.shape[1] - (q.shape[3] - k.shape[3]), k.shape[3] + v.shape[3]
+    sizes = LatentSizes(head, sent, q.dtype.itemsize, accumulation_dtype(q.dtype).itemsize)
+    return method.sends_latents(key_heads, sizes)
 
 
 def empty_projected_results(
@@ -386,7 +442,7 @@ def empty_projected_results(
     sinks: Tensor | None,
 ) -> list[Tensor]:
     """Returns empty tensors shaped like the results of a `ProjectedCall`, for q [..., D] and v [..., Dv]."""
-    out, lse = method.empty_results(x.shape[:2], shard_tokens, key_heads, q, v)
+    out, lse = method.empty_results(x.shape[:2], shard_tokens, key_heads, q, v.shape[3])
     local_lse = x.new_empty(out.shape[:3] if sinks is not None else (0,), dtype=accumulation_dtype(q.dtype))
     return [out, local_lse, lse]
 

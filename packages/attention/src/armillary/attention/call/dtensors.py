@@ -26,7 +26,13 @@ Metadata = tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]]
 
 
 def attend_dtensors(
-    method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
+    method: AttentionMethod,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    expansion: Tensor | None = None,
 ) -> DTensor | tuple[DTensor, DTensor]:
     """Returns attention on DTensors q, k and v, which have equal placements on a mesh with the method's axes.
 
@@ -39,6 +45,10 @@ def attend_dtensors(
         sinks: a local tensor [H] or [n, H] of this rank's heads; or a DTensor of all heads, `Shard` of its last dim on
             the axes that shard heads, and `Replicate` on others. The gradient of the DTensor is `Partial` on the axes
             that shard batch or tokens.
+        expansion: a local tensor [K, D - Dr + Dv, L] of this rank's heads; or a DTensor of all heads, `Shard(0)` on the
+            axes that shard the heads of q, and `Replicate` on others. Its gradient is as that of sinks. The rotary keys
+            k and latents v, which have no heads, are then `Replicate` where heads are sharded, and their gradients
+            `Partial` there.
         options: if each row has its own documents, the mask has those of this rank's rows. Shards of layouts must have
             the sizes of DTensor's chunks, the first of which have ceil(N / P) tokens.
 
@@ -53,14 +63,16 @@ def attend_dtensors(
         ValueError: DTensors and local tensors are mixed, or placements, shards or heads do not fit. Raised before any
             communication.
     """
-    qkv = dtensor.check_kinds({"q": q, "k": k, "v": v}, {"sinks": sinks})
-    _check_placements(method, qkv | _dtensors_of({"sinks": sinks}), options)
+    qkv = dtensor.check_kinds({"q": q, "k": k, "v": v}, {"sinks": sinks, "expansion": expansion})
+    _check_placements(method, qkv | _dtensors_of({"sinks": sinks, "expansion": expansion}), options, expansion)
     placed_q = qkv["q"]
-    if isinstance(sinks, DTensor):
-        sinks = dtensor.local_of(sinks, dtensor.sharding_axes(placed_q))
-    local_q, local_k, local_v = [dtensor.local_of(x) for x in qkv.values()]
-    local_out, lse = attend(method, local_q, local_k, local_v, sinks, options)
-    out = dtensor.result_like(placed_q, local_out, (*q.shape[:3], v.shape[3]))
+    axes = dtensor.sharding_axes(placed_q)
+    sinks, expansion = [dtensor.local_of(x, axes) if isinstance(x, DTensor) else x for x in (sinks, expansion)]
+    # Latents have no heads: ranks with other heads have a share of their gradients.
+    local_q, local_k, local_v = [dtensor.local_of(x, () if expansion is None else axes) for x in qkv.values()]
+    weight = [] if expansion is None else [expansion]
+    local_out, lse = attend(method, local_q, local_k, local_v, sinks, options, *weight)
+    out = dtensor.result_like(placed_q, local_out, (*q.shape[:3], local_out.shape[3]))
     return (out, dtensor.result_like(placed_q, lse, q.shape[:3])) if options.return_lse else out
 
 
@@ -129,7 +141,12 @@ def _projected_heads(x: dtensor.Placed | DTensor, parameters: Iterable[dtensor.P
 # -- checks -----------------------------------------------------------------------------------------------------------
 
 
-def _check_placements(method: AttentionMethod, tensors: Mapping[str, DTensor], options: AttentionOptions) -> None:
+def _check_placements(
+    method: AttentionMethod,
+    tensors: Mapping[str, DTensor],
+    options: AttentionOptions,
+    expansion: Tensor | None = None,
+) -> None:
     """Raises ValueError, with the accepted placement, for DTensors that do not fit the method and the layouts.
 
     While a graph is traced, the checks run outside of it, and specialize the graph to these meshes, placements and
@@ -138,26 +155,30 @@ def _check_placements(method: AttentionMethod, tensors: Mapping[str, DTensor], o
     Args:
         tensors: DTensors by name: "q", "k" and "v"; or "x" and the parameters of projections. Also "sinks", if these
             are a DTensor.
+        expansion: None, or that of k and v, which are then rotary keys and latents.
     """
+    has_latents = expansion is not None
     # Numbers instead of symbols, which only matters in a graph.
     metadata = {name: (x.device_mesh, x.placements, tuple(map(index, x.shape))) for name, x in tensors.items()}
     if not torch.compiler.is_compiling():
-        _check_placed(method, metadata, options.layout, options.key_layout)
+        _check_placed(method, metadata, options.layout, options.key_layout, has_latents)
         return
     # dynamo cannot trace the checks. It calls `_error_in_trace` while it traces, and takes the result as a constant of
     # the graph, so the arguments must be plain values.
     layout, key_layout = (x.text if x is not None else "" for x in (options.layout, options.key_layout))
-    error = _error_in_trace(index(method.registered_id), layout, key_layout, metadata)
+    error = _error_in_trace(index(method.registered_id), layout, key_layout, metadata, has_latents)
     if error is not None:
         raise ValueError(error)
 
 
 @compat.constant_when_traced
-def _error_in_trace(method_id: int, layout: str, key_layout: str, metadata: Mapping[str, Metadata]) -> str | None:
+def _error_in_trace(
+    method_id: int, layout: str, key_layout: str, metadata: Mapping[str, Metadata], has_latents: bool
+) -> str | None:
     """Returns the message of the error that `_check_placed` raises, or None."""
-    layouts = [SequenceLayout.read(text) if text else None for text in (layout, key_layout)]
+    query_layout, keys_layout = [SequenceLayout.read(text) if text else None for text in (layout, key_layout)]
     try:
-        _check_placed(object_of(method_id), metadata, *layouts)
+        _check_placed(object_of(method_id), metadata, query_layout, keys_layout, has_latents)
     except ValueError as error:
         return str(error)
     return None
@@ -168,6 +189,7 @@ def _check_placed(
     metadata: Mapping[str, Metadata],
     layout: SequenceLayout | None,
     key_layout: SequenceLayout | None,
+    has_latents: bool,
 ) -> None:
     """Does the checks of `_check_placements`, which need only meshes, placements and shapes."""
     tensors = {
@@ -187,9 +209,15 @@ def _check_placed(
         heads = _projected_heads(x, parameters.values())
     else:
         name, heads = "q", tensors["q"]
-        dtensor.check_alike({name: tensors[name] for name in "qkv"})
         dtensor.check_tokens_and_heads("q", heads, axes, sizes)
+        if has_latents:  # one for all heads
+            for kv_name in "kv":
+                dtensor.check_beside(kv_name, tensors[kv_name], name, heads, {0: 0, 1: 1})
+        else:
+            dtensor.check_alike({name: tensors[name] for name in "qkv"})
         dtensor.check_tokens_and_heads("k", tensors["k"], axes, key_sizes)
+    if "expansion" in tensors:
+        dtensor.check_beside("expansion", tensors["expansion"], name, heads, {2: 0})
     if "sinks" in tensors:
         sinks = tensors["sinks"]
         dtensor.check_beside("sinks", sinks, name, heads, {2: len(sinks.shape) - 1})

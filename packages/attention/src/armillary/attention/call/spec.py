@@ -20,6 +20,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.attention_mask import BoundedCache
 from armillary.attention.tiling.block import BlockAttention, Shards, head_runs, kernel_calls
 from armillary.attention.tiling.grid import CachesDerived, Grid, grid_of
+from armillary.attention.tiling.latents import Expansion, LatentSizes
 from armillary.core import Axis, SequenceLayout, TokenRanges
 from armillary.core.parts import register
 
@@ -64,6 +65,7 @@ class CallArguments(ProjectedArguments):
     """The keyword arguments of `Method.__call__` except `return_lse`."""
 
     key_layout: NotRequired[SequenceLayout | None]
+    expansion: NotRequired[Tensor | None]
     sinks: NotRequired[Tensor | None]
 
 
@@ -159,6 +161,10 @@ class AttentionMethod(ABC):
     """True for a `StagedMethod`, which projects q, k and v a few heads at a time, and again in backward."""
     fits_inside_ring: bool = False
     """True if the method can be the `inner` of a `Ring`: `forward` and `backward` take any `PartialLayout`."""
+    takes_latents: bool = False
+    """True if `forward` and `backward` take an `Expansion`. For other methods keys are expanded before the call."""
+    send_latents: bool | None = None
+    """Whether latents are sent if there are any; None: if that sends fewer bytes than expanded keys (`latents_pay`)."""
     head_axis: Axis | None = None
     """The axis that divides the heads, if there is one."""
     flat_axis: Axis | None = None
@@ -191,11 +197,20 @@ class AttentionMethod(ABC):
         return (() if inner is None else inner.axes) + (() if axis is None else (axis,))
 
     @abstractmethod
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
-        """Returns out [B, T, H, Dv] for the local queries, and the tensors saved for `backward`."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Saved]:
+        """Returns out [B, T, H, Dv] for the local queries, and the tensors saved for `backward`.
+
+        Args:
+            expansion: of k and v, if these are rotary keys and latents (`tiling/latents.py`). Passed only to methods
+                with `takes_latents`; others need not have it.
+        """
 
     @abstractmethod
-    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, saved: Saved, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (dq, dk, dv) of the local tokens, from dout [B, T, H, Dv].
 
         They are in the dtype of dout or a wider one, and share no memory with dout or the saved tensors.
@@ -224,14 +239,34 @@ class AttentionMethod(ABC):
         return None
 
     def forward_prefetched(
-        self, queries: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /
+        self, queries: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None, /
     ) -> tuple[Tensor, Saved]:
         """Runs `forward` after `prefetch_queries`.
 
         Args:
             queries: the result of `prefetch_queries`.
         """
-        return self.forward(q, k, v, spec)
+        return self.forward(q, k, v, spec) if expansion is None else self.forward(q, k, v, spec, expansion)
+
+    def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
+        """Returns True if the method sends fewer bytes with latents than with expanded keys. Equal on every rank.
+
+        Args:
+            key_heads: as in `AttentionSpec`.
+        """
+        return False
+
+    def gathering(self, devices: Axis) -> AttentionMethod | None:
+        """Returns the same method for latents of which each rank of `devices`, the axis of an outer method, has some.
+
+        None: the outer method gathers them first.
+        """
+        return None
+
+    def sends_latents(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
+        """Returns True if the method sends latents: `send_latents`, or by default if they pay."""
+        choice = self.latents_pay(key_heads, sizes) if self.send_latents is None else self.send_latents
+        return self.takes_latents and choice
 
     def heads(self, heads: range) -> range:
         """Returns the query heads that this rank attends with: all, unless a head axis divides them."""
@@ -242,7 +277,14 @@ class AttentionMethod(ABC):
         return saved.lse
 
     def empty_saved(
-        self, q: Tensor, k: Tensor, v: Tensor, key_heads: tuple[int, ...], tokens: int, key_tokens: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_heads: tuple[int, ...],
+        tokens: int,
+        key_tokens: int,
+        expansion: Expansion | None = None,
     ) -> Saved:
         """Returns empty tensors shaped like those that `forward` saves. Required if `redistributes_inputs`.
 
@@ -260,14 +302,28 @@ class StagedMethod(AttentionMethod):
     projects_in_stages = True
 
     @abstractmethod
-    def attend(self, source: QKVSource, spec: AttentionSpec, out_buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def attend(
+        self,
+        source: QKVSource,
+        spec: AttentionSpec,
+        out_buffer: Tensor | None = None,
+        expansion: Expansion | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Returns out [B, T, H, Dv] of the local tokens, and lse [B, n, h].
 
         lse is of the h heads that this rank attends with, and of the n tokens of its sequence shard.
         """
 
     @abstractmethod
-    def differentiate(self, dout: Tensor, source: QKVSource, out: Tensor, lse: Tensor, spec: AttentionSpec) -> None:
+    def differentiate(
+        self,
+        dout: Tensor,
+        source: QKVSource,
+        out: Tensor,
+        lse: Tensor,
+        spec: AttentionSpec,
+        expansion: Expansion | None = None,
+    ) -> None:
         """Adds the gradients of q, k and v to `source`, from dout [B, T, H, Dv] and the results of `attend`."""
 
     @abstractmethod
@@ -285,10 +341,10 @@ class StagedMethod(AttentionMethod):
         shard_tokens: int,
         key_heads: tuple[int, ...],
         q: Tensor,
-        v: Tensor,
+        value_dim: int,
         out_buffer: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Returns empty tensors shaped like the results of `attend`, for q [..., D] and v [..., Dv].
+        """Returns empty tensors shaped like the results of `attend`, for q [..., D] and values of head dim Dv.
 
         Args:
             shape: B and T of this rank's tokens.

@@ -21,15 +21,28 @@ from armillary.core.parts import check_tensor, compat, number
 
 
 def check_call(
-    method: AttentionMethod, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, options: AttentionOptions
+    method: AttentionMethod,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    options: AttentionOptions,
+    weight: Tensor | None = None,
 ) -> AttentionSpec:
     """Returns the spec of a call. Reads only shapes, dtypes and devices of the tensors. Equal calls share one spec.
 
     Args:
         options: checked by `check_options`.
+        weight: of the expansion, if k and v are rotary keys and latents.
     """
-    key = call_properties(method, q, k, v, sinks)
-    return _cached_spec(method, key, options, lambda: _check_tensors_and_layout(method, q, k, v, sinks, options))
+
+    def check() -> AttentionSpec:
+        if weight is None:
+            return _check_tensors_and_layout(method, q, k, v, sinks, options)
+        check_latents(q, k, v, weight)
+        return _check_tensors_and_layout(method, *expanded_shapes(q, k, v, weight), sinks, options)
+
+    return _cached_spec(method, call_properties(method, q, k, v, sinks, weight), options, check)
 
 
 def check_projected_call(
@@ -199,18 +212,18 @@ def over_all_ranks(layout: SequenceLayout, method: AttentionMethod) -> SequenceL
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def are_plain_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+def are_plain_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, expansion: Tensor | None = None) -> bool:
     """Returns True if q, k and v are of class `Tensor` itself, not of a subclass such as DTensor, and there are no
-    sinks.
+    sinks and no expansion.
 
     Raises:
         ValueError: an argument is not a dense tensor.
     """
-    plain = sinks is None and type(q) is type(k) is type(v) is Tensor
+    plain = sinks is expansion is None and type(q) is type(k) is type(v) is Tensor
     if plain and q.layout is k.layout is v.layout is torch.strided and not (q.is_nested or k.is_nested or v.is_nested):
         return True
-    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks)):
-        if name != "sinks" or x is not None:
+    for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks), ("expansion", expansion)):
+        if name in "qkv" or x is not None:
             check_tensor(name, x)
     return False
 
@@ -230,6 +243,33 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None
         kinds = ", ".join(f"{x.dtype} on {x.device}" for x in (q, k, v))
         raise ValueError(f"q, k, v must have one dtype and device; they are {kinds}")
     check_sinks(sinks, q.shape[2], q.device)
+
+
+def check_latents(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> None:
+    """Raises ValueError unless k are rotary keys, v latents and `weight` that of an expansion for queries q."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}, expansion {tuple(weight.shape)}"
+    if not (q.ndim == k.ndim == v.ndim == 4 and weight.ndim == 3 and k.shape[2] == v.shape[2] == 1):
+        raise ValueError(
+            f"{shapes}: with an expansion [K, D - Dr + Dv, L], k is one rotary key [B, S, 1, Dr] and v one latent "
+            "[B, S, 1, L] for all heads"
+        )
+    if v.shape[3] != weight.shape[2] or not 0 < k.shape[3] <= q.shape[3] < k.shape[3] + weight.shape[1]:
+        raise ValueError(
+            f"{shapes}: the expansion [K, D - Dr + Dv, L] needs latents of {weight.shape[2]} numbers, and Dr of k from "
+            "1 to D of q, with Dv of at least 1"
+        )
+    if weight.dtype != q.dtype or weight.device != q.device:
+        raise ValueError(f"the expansion is {weight.dtype} on {weight.device}; q is {q.dtype} on {q.device}")
+
+
+def expanded_shapes(q: Tensor, k: Tensor, v: Tensor, weight: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns q, and tensors without memory that have the shapes of expanded k and v; or finished k and v."""
+    if weight is None:
+        return q, k, v
+    value_dim = weight.shape[1] - (q.shape[3] - k.shape[3])
+    shapes = ((*x.shape[:2], weight.shape[0], dim) for x, dim in ((k, q.shape[3]), (v, value_dim)))
+    k, v = (x.new_empty(1).expand(shape) for x, shape in zip((k, v), shapes, strict=True))
+    return q, k, v
 
 
 def check_sinks(sinks: Tensor | None, heads: int, device: torch.device) -> None:
@@ -267,12 +307,11 @@ def check_transforms(*tensors: Tensor | None) -> None:
         )
 
 
-def cast_for_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Returns q, k and v as autocast casts them for scaled_dot_product_attention, unless one is float64."""
-    if not autocast_enabled(q) or torch.float64 in (q.dtype, k.dtype, v.dtype):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    if not autocast_enabled(tensors[0]) or torch.float64 in [x.dtype for x in tensors]:
+        return tensors
+    return tuple([x.to(torch.get_autocast_dtype(x.device.type)) for x in tensors])
 
 
 def _describe(value: Any) -> str:

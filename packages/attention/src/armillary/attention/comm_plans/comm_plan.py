@@ -143,6 +143,7 @@ class AttentionShape:
         head_dim, value_dim: D and Dv.
         projected: True if the call projects q, k and v from hidden states, as in models. If False, the call gets
             finished q, k and v, and UPipe sends lse too.
+        latent: (Dr, L) if rotary keys and latents are sent instead of k and v (`Method.sends_latents`).
 
     Raises:
         ValueError: layouts with different numbers of shards.
@@ -158,6 +159,7 @@ class AttentionShape:
     value_dim: int
     dtype: torch.dtype
     projected: bool = True
+    latent: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.layout.shards != self.key_layout.shards:
@@ -179,6 +181,7 @@ class AttentionShape:
         value_dim: int | None = None,
         key_layout: SequenceLayout | None = None,
         projected: bool = True,
+        latent: tuple[int, int] | None = None,
     ) -> AttentionShape:
         """Returns the shape of a call with H query heads that share K key/value heads evenly.
 
@@ -200,6 +203,7 @@ class AttentionShape:
             value_dim=head_dim if value_dim is None else value_dim,
             dtype=dtype,
             projected=projected,
+            latent=latent,
         )
 
     @property
@@ -226,13 +230,13 @@ class AttentionShape:
 
     @property
     def k(self) -> int:
-        """Elements of k for one token: B K D."""
-        return self.batch * self.kv_heads * self.head_dim
+        """Elements of k for one token: B K D, or B Dr of a rotary key."""
+        return self.batch * (self.kv_heads * self.head_dim if self.latent is None else self.latent[0])
 
     @property
     def v(self) -> int:
-        """Elements of v for one token: B K Dv."""
-        return self.batch * self.kv_heads * self.value_dim
+        """Elements of v for one token: B K Dv, or B L of a latent."""
+        return self.batch * (self.kv_heads * self.value_dim if self.latent is None else self.latent[1])
 
     def payload(self, *tensors: str) -> Payload:
         """Returns the payload of tensors such as "k" and "v" on the sequence axis."""

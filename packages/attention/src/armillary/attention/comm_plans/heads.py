@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
@@ -12,49 +12,55 @@ from armillary.attention.comm_plans.comm_plan import (
     CommPlan,
     Move,
     Payload,
+    Send,
     Step,
     Steps,
+    all_gather,
+    move,
     overlap,
+    planned_grid,
+    reduce_scatter,
     send_to_each,
     side_by_side,
     steps,
 )
 from armillary.attention.comm_plans.method_plan import HeadPlan, HeadStages, InnerPlan, Sizes
+from armillary.attention.comm_plans.rings import TokenSends, ring_reduce_sends, rotation_sends
 from armillary.attention.methods.head_shards import check_heads, split_heads, stages_of
+from armillary.attention.rotation.nodes import NodeRings
 
 
 @dataclass(frozen=True)
 class UlyssesPlan(HeadPlan):
     """Plan of `Ulysses`."""
 
-    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
+    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan, rotates_latents: bool = False) -> CommPlan:
         moves = HeadMoves(work, ranks)
         heads = moves.heads
-        queries, keys = (moves.sizes, heads.queries), (moves.key_sizes, heads.keys)
-        q, v = work.batch * work.head_dim, work.batch * work.value_dim  # elements of one token and head, over all rows
+        queries, keys = (moves.sizes, heads.queries), moves.sent_keys(heads.keys)
+        # Elements of one token and head, over all rows. Latents are one head, that every rank receives.
+        q, v = work.batch * work.head_dim, work.batch * work.value_dim
+        sent_k, sent_v = (q, v) if work.latent is None else (work.k, work.v)
         e = work.e  # bytes of an element
         # 1. q, k and v to heads.
-        qkv = (
-            moves.to_heads(*queries, "q", q * e),
-            moves.to_heads(*keys, "k", q * e),
-            moves.to_heads(*keys, "v", v * e),
-        )
+        to_heads = moves.to_heads(*keys, "k", sent_k * e), moves.to_heads(*keys, "v", sent_v * e)
         # 2. The inner method on each rank's heads. 3. out back to tokens.
         rank_calls = (
             replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))
             for rank in range(ranks)
         )
-        plan = moves.inner_plan(inner, tuple(rank_calls))
+        if work.latent is not None and rotates_latents and ranks > 1:
+            plan, to_heads = gathering_ring_plan(work, heads.queries), ()
+        else:
+            plan = moves.inner_plan(inner, tuple(rank_calls))
+        qkv = moves.to_heads(*queries, "q", q * e), *to_heads
         inner_forward, inner_backward = of_heads(plan.forward, heads.queries), of_heads(plan.backward, heads.queries)
         out, dout = moves.to_tokens(*queries, "out", v * e), moves.to_heads(*queries, "dout", v * e)
         # Backward: dout to heads, the inner method, and gradients back to tokens. Those of a key head that several
         # ranks share are partial sums, which are sent in the accumulation dtype.
-        key_bytes = work.a if heads.has_shared_heads else e
-        grads = (
-            moves.to_tokens(*queries, "dq", q * e),
-            moves.to_tokens(*keys, "dk", q * key_bytes),
-            moves.to_tokens(*keys, "dv", v * key_bytes),
-        )
+        key_bytes = work.a if heads.has_shared_heads or work.latent is not None else e
+        key_grads = moves.to_tokens(*keys, "dk", sent_k * key_bytes), moves.to_tokens(*keys, "dv", sent_v * key_bytes)
+        grads = moves.to_tokens(*queries, "dq", q * e), *(key_grads if to_heads else ())
         return replace(
             plan,
             forward=steps(Step(qkv), *inner_forward, Step((out,))),
@@ -83,18 +89,20 @@ class UPipePlan(HeadPlan):
 
     projects_in_stages = True
 
-    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
+    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan, rotates_latents: bool = False) -> CommPlan:
         moves, stages = HeadMoves(work, ranks), stages_of(work.key_heads, ranks, self.heads_per_stage)
-        q, v = work.batch * work.head_dim, work.batch * work.value_dim  # elements of one token and head, over all rows
+        # Elements of one token and head, over all rows. Latents are one head, sent before the first stage.
+        q, v = work.batch * work.head_dim, work.batch * work.value_dim
+        sent_k, sent_v = (q, v) if work.latent is None else (work.k, work.v)
         e = work.e  # bytes of an element
         inner_plan = cache(partial(moves.inner_plan, inner))  # most stages are equal
         forward, backward, plans = list[StageSteps](), list[StageSteps](), list[CommPlan]()
-        for stage in stages:
-            queries, keys = (moves.sizes, stage.query_ranges), (moves.key_sizes, stage.received_keys.ranges)
+        for i, stage in enumerate(stages):
+            queries, keys = (moves.sizes, stage.query_ranges), moves.sent_keys(stage.received_keys.ranges, i == 0)
             # 1. To heads: k and v of keys whose round starts, and q; in backward also out and dout.
             sent = [
-                moves.to_heads(*keys, "k", q * e),
-                moves.to_heads(*keys, "v", v * e),
+                moves.to_heads(*keys, "k", sent_k * e),
+                moves.to_heads(*keys, "v", sent_v * e),
                 moves.to_heads(*queries, "q", q * e),
             ]
             outs = [moves.to_heads(*queries, name, v * e) for name in ("out", "dout")]
@@ -109,12 +117,13 @@ class UPipePlan(HeadPlan):
             stage_heads = [heads.queries for heads in stage.by_rank]
             # 3. Back to tokens: out; in backward dq, and dk and dv of keys whose round ends. Gradients of a key head
             #    that several ranks share are partial sums, which are sent in the accumulation dtype.
-            returned_keys = (moves.key_sizes, stage.returned_keys.ranges)
-            key_bytes = work.a if stage.returned_keys.has_shared_heads else e
+            returned_keys = moves.sent_keys(stage.returned_keys.ranges, i == len(stages) - 1)
+            has_shared_heads = stage.returned_keys.has_shared_heads or (work.latent is not None and ranks > 1)
+            key_bytes = work.a if has_shared_heads else e
             grads = [
                 moves.to_tokens(*queries, "dq", q * e),
-                moves.to_tokens(*returned_keys, "dk", q * key_bytes),
-                moves.to_tokens(*returned_keys, "dv", v * key_bytes),
+                moves.to_tokens(*returned_keys, "dk", sent_k * key_bytes),
+                moves.to_tokens(*returned_keys, "dv", sent_v * key_bytes),
             ]
             out = [moves.to_tokens(*queries, "out", v * e)]
             forward.append((sent, of_heads(plan.forward, stage_heads), out))
@@ -182,6 +191,17 @@ class HeadMoves:
         self.heads = split_heads(work.key_heads, ranks)
         self.sizes, self.key_sizes = work.layout.refine(ranks).sizes, work.key_layout.refine(ranks).sizes
 
+    def sent_keys(self, heads: Sequence[range], sends_latents: bool = True) -> tuple[Sequence[int], Sequence[range]]:
+        """Returns the keys of an all-to-all: the tokens of each of the P x U ranks, and the heads that each receives.
+
+        Args:
+            heads: the key/value heads that each rank of the head axis receives, if finished keys are sent.
+            sends_latents: False if latents were sent before.
+        """
+        if self.work.latent is None:
+            return self.key_sizes, heads
+        return self.key_sizes, [range(int(sends_latents))] * self.ranks
+
     def to_heads(self, sizes: Sequence[int], heads: Sequence[range], tensor: str, size: int) -> Move:
         """Returns the all-to-all of a tensor from sequence shards to head shards.
 
@@ -211,6 +231,54 @@ class HeadMoves:
             forward=side_by_side([(plan.forward, ranks) for plan, ranks in inner_plans], total),
             backward=side_by_side([(plan.backward, ranks) for plan, ranks in inner_plans], total),
         )
+
+
+def gathering_ring_plan(work: AttentionShape, heads: Sequence[range]) -> CommPlan:
+    """Returns the plan of a ring between P nodes that rotates latents, which U ranks gather at each step.
+
+    Args:
+        work: the call, with layouts over the nodes.
+        heads: for each of the U ranks of a node, its query heads.
+    """
+    devices, nodes = len(heads), work.layout.shards
+    layout, key_layout = work.layout.refine(devices), work.key_layout.refine(devices)
+    grid = planned_grid(work.layout, key_layout, work.mask)
+    rings = NodeRings(nodes, devices, "keys", layout, key_layout, grid)
+    kv, dkv = work.payload("k", "v"), work.payload("dk", "dv")
+
+    def between_nodes(token_sends: TokenSends, step: int, payload: Payload) -> Move:
+        sends = (
+            Send(source * devices + device, target * devices + device, count * payload.size)
+            for device, ring in enumerate(rings.rings)
+            for source, target, count in token_sends(ring, grid, step)
+        )
+        return move("p2p", "ring", payload.tensors, sends)
+
+    def run(is_backward: bool) -> Iterator[Step]:
+        returning = list[Move]()
+        for step in range(nodes):
+            node_steps = [(node, rings.step(node, step)) for node in range(nodes)]
+            visible = [(range(node * devices, (node + 1) * devices), x) for node, x in node_steps if x is not None]
+            groups, tokens, pairs = [ranks for ranks, _ in visible], [0] * nodes * devices, [0] * nodes * devices
+            for ranks, node_step in visible:
+                node_pairs = sum(grid.pairs(ranks.start // devices, key, work.batch) for key in node_step.key_shards)
+                for device, rank in enumerate(ranks):
+                    tokens[rank] = node_step.key_layout.sizes[device]
+                    pairs[rank] = node_pairs * len(heads[device])
+
+            def within_node(gathers: Callable[..., Move], *names: str) -> list[Move]:
+                moves = (gathers(groups, tokens, work.payload(name)) for name in names)  # noqa: B023 - used at once
+                return [x._replace(axis="ulysses") for x in moves]
+
+            yield Step(tuple(within_node(all_gather, "k", "v")))
+            yield Step((between_nodes(rotation_sends, step, kv), *returning), tuple(pairs))
+            returning = list[Move]()
+            if is_backward:
+                yield Step(tuple(within_node(reduce_scatter, "dk", "dv")))
+                returning = [between_nodes(ring_reduce_sends, step, dkv)] if step else []
+        yield Step(tuple(returning))
+
+    return CommPlan(steps(*run(is_backward=False)), steps(*run(is_backward=True)))
 
 
 @lru_cache(maxsize=1024)  # the stages of UPipe have equal ones, and so have all methods around which a search puts it

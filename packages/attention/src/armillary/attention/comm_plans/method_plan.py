@@ -65,6 +65,11 @@ class SequencePlan(MethodPlan):
         """As in `Method.balanced_by`."""
         return "queries"
 
+    @property
+    def rotates_latents(self) -> bool:
+        """True if an outer method leaves it to this one to gather latents over its axis, as `Method.gathering`."""
+        return False
+
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         raise self.missing("comm_plan")
 
@@ -87,12 +92,13 @@ class HeadPlan(MethodPlan):
     projects_in_stages = False
     """True if the method projects q, k and v in stages, as in `Method.projects_in_stages`."""
 
-    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan) -> CommPlan:
+    def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan, rotates_latents: bool = False) -> CommPlan:
         """Returns the communication plan of both methods on `ranks` ranks of the head axis.
 
         Args:
             work: the call, with layouts over the sequence axis.
             inner: returns the plan of the method on the sequence axis, for a call with some of the heads.
+            rotates_latents: that of the method on the sequence axis.
         """
         raise self.missing("comm_plan")
 

@@ -119,6 +119,10 @@ class RingPlan(SequencePlan):
     def balanced_by(self) -> Side:
         return "both" if self.backward == "queries" else "queries"
 
+    @property
+    def rotates_latents(self) -> bool:
+        return self.backward != "queries"
+
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         def rings(side: RotatingSide) -> list[RingTopology]:
             return [RingTopology.of_all(work.layout.shards, side)]
@@ -302,8 +306,9 @@ def ring_backward_steps(
 
 
 def backward_side(work: AttentionShape, backward: Backward) -> RotatingSide:
-    queries = (work.layout.length, len(work.key_heads), work.head_dim)
-    keys = (work.key_layout.length, work.kv_heads, work.value_dim)
+    one_row = replace(work, batch=1)
+    queries = (work.layout.length, len(work.key_heads), work.value_dim, work.head_dim)
+    keys = (work.key_layout.length, one_row.k + one_row.v)
     return cheaper_side(backward, queries, keys, work.dtype, work.grid)
 
 

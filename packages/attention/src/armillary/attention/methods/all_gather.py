@@ -9,15 +9,18 @@ memory, and no computation overlaps with the gather.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from armillary.attention.call.qkv_sources import concatenate
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
-from armillary.attention.tiling.block import BlockAttention
-from armillary.attention.tiling.merge import Merge, Sum
+from armillary.attention.tiling.block import RingBlock
+from armillary.attention.tiling.latents import Expansion, LatentSizes, block_of, value_dim
+from armillary.attention.tiling.merge import WHOLE_DIM, Merge, Sum
 from armillary.core import Axis, start_all_gather, start_reduce_scatter
 
 
@@ -36,25 +39,37 @@ class AllGatherKV(Method):
     """
 
     fits_inside_ring = True
+    takes_latents = True
 
     def __init__(self, axis: DeviceMesh) -> None:
         self.axis = Axis.of(axis)
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
-        accumulator = Merge.of(q, v)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Saved]:
+        accumulator = Merge.of(q, value_dim(v, expansion))
         all_k, all_v = self._gather(k, v, spec)
-        self._block(spec).forward(q, all_k, all_v, accumulator)
+        for block, keys in self._blocks(spec, expansion):
+            block.forward(q, all_k[:, keys], all_v[:, keys], accumulator)
         out, lse = accumulator.result()
         return out, Saved(q, k, v, out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, saved: Saved, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         all_k, all_v = self._gather(saved.k, saved.v, spec)
-        dq, dk, dv = (Sum.like(x) for x in (saved.q, all_k, all_v))
-        self._block(spec).backward(dout, saved.q, all_k, all_v, saved.out, saved.lse, dq, dk, dv)
+        dq, key_grads = Sum.like(saved.q), list[tuple[Tensor, Tensor]]()
+        for block, keys in self._blocks(spec, expansion):
+            current = saved._replace(k=all_k[:, keys], v=all_v[:, keys])
+            dk, dv = Sum.like(current.k), Sum.like(current.v)
+            block.backward(dout, *current, dq, dk, dv)
+            key_grads.append((dk.value(), dv.value()))
+            del current, dk, dv
         del all_k, all_v  # freed before the buffers of the reduce-scatter are allocated
-        pending = [start_reduce_scatter(x.value(), self.axis, spec.key_layout.sizes) for x in (dk, dv)]
+        grads = [concatenate(list(x), dim=1) for x in zip(*key_grads, strict=True)]
+        pending = [start_reduce_scatter(x, self.axis, spec.key_layout.sizes) for x in grads]
         dk, dv = (transfer.wait() for transfer in pending)
         return dq.result(), dk, dv
 
@@ -68,9 +83,22 @@ class AllGatherKV(Method):
         """Computes the tiles of calls with `spec` on `rows` rows of the batch, before they run."""
         self._one_shard_spec(spec).plan_block(rows, self.axis.rank, 0)
 
-    def _block(self, spec: AttentionSpec) -> BlockAttention:
-        """Returns the attention of this rank's queries over all keys, which are one shard here."""
-        return self._one_shard_spec(spec).block(self.axis.rank, 0)
+    def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
+        return len(set(key_heads)) * sizes.head > sizes.sent
+
+    def _blocks(self, spec: AttentionSpec, expansion: Expansion | None) -> Iterator[tuple[RingBlock, slice]]:
+        """Yields the attention of this rank's queries over some of the gathered keys, and the tokens of these keys.
+
+        Finished keys are one block. Latents are one block per shard, so that expanded keys exist for one shard at a
+        time.
+        """
+        if expansion is None:
+            yield self._one_shard_spec(spec).block(self.axis.rank, 0), WHOLE_DIM
+            return
+        start = 0
+        for shard, size in enumerate(spec.key_layout.sizes):
+            yield block_of(spec.block(self.axis.rank, shard), expansion), slice(start, start + size)
+            start += size
 
     def _one_shard_spec(self, spec: AttentionSpec) -> AttentionSpec:
         """Returns the spec with a key layout of one shard: the gathered keys. Cached per spec."""

@@ -111,6 +111,7 @@ class Method(AttentionMethod):
         key_layout: SequenceLayout | None = None,
         kernel: str | Kernel | None = None,
         return_lse: bool = False,
+        expansion: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns attention of this rank's queries over all visible keys of the sequence.
 
@@ -129,6 +130,11 @@ class Method(AttentionMethod):
             key_layout: the layout of the keys, for cross-attention, with as many shards as `layout`.
             kernel: a kernel, or the name of one, such as "dense"; by default `self.kernel`, or else the preferred one
                 of those that support the inputs (`kernels/choice.py`).
+            expansion: [K, D - Dr + Dv, L], the weight of multi-head latent attention (arXiv 2405.04434). Then k is a
+                rotary key [B, S, 1, Dr] and v a latent [B, S, 1, L] of each token, for all heads: head h has the key
+                cat(expansion[h, :D - Dr] @ latent, rotary key) and the value expansion[h, D - Dr:] @ latent. Methods
+                send these instead of expanded keys and values if that is fewer bytes (`send_latents`). The gradient of
+                the expansion is this rank's share, as that of sinks.
             return_lse: also return the log-sum-exp of the scores and sinks. A loss that depends on it raises in
                 backward.
 
@@ -146,13 +152,13 @@ class Method(AttentionMethod):
             ValueError: shapes, dtypes, layout or mask do not match, or no kernel supports them; an argument has
                 another type; a tensor is under torch.func or forward-mode AD. Raised before any communication.
         """
-        plain = are_plain_tensors(q, k, v, sinks)
+        plain = are_plain_tensors(q, k, v, sinks, expansion)
         options = check_options(AttentionOptions(mask, layout, key_layout, scale, softcap, kernel, return_lse))
-        if not plain and any(x is not None and compat.is_dtensor(x) for x in (q, k, v, sinks)):
+        if not plain and any(x is not None and compat.is_dtensor(x) for x in (q, k, v, sinks, expansion)):
             from armillary.attention.call.dtensors import attend_dtensors
 
-            return attend_dtensors(self, q, k, v, sinks, options)
-        out, lse = attend(self, q, k, v, sinks, options)
+            return attend_dtensors(self, q, k, v, sinks, options, expansion)
+        out, lse = attend(self, q, k, v, sinks, options, *([] if expansion is None else [expansion]))
         return (out, lse) if return_lse else out
 
     def projected(

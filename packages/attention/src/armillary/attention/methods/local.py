@@ -6,6 +6,7 @@ from torch import Tensor
 
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
+from armillary.attention.tiling.latents import Expansion, block_of, value_dim
 from armillary.attention.tiling.merge import Merge, Sum
 
 
@@ -16,6 +17,7 @@ class Local(Method):
     """
 
     fits_inside_ring = True
+    takes_latents = True
     shards = 1
     shard = 0
     sequence_shards = 1
@@ -24,13 +26,17 @@ class Local(Method):
         """Computes the tiles of calls with `spec` on `rows` rows of the batch, before they run."""
         spec.plan_block(rows, 0, 0)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
-        accumulator = Merge.of(q, v)
-        spec.block(0, 0).forward(q, k, v, accumulator)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Saved]:
+        accumulator = Merge.of(q, value_dim(v, expansion))
+        block_of(spec.block(0, 0), expansion).forward(q, k, v, accumulator)
         out, lse = accumulator.result()
         return out, Saved(q, k, v, out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, saved: Saved, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = (Sum.like(x) for x in (saved.q, saved.k, saved.v))
-        spec.block(0, 0).backward(dout, *saved, dq, dk, dv)
+        block_of(spec.block(0, 0), expansion).backward(dout, *saved, dq, dk, dv)
         return dq.result(), dk.result(), dv.result()

@@ -18,6 +18,7 @@ figure 5).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal, cast, get_args
 
 import torch
@@ -33,6 +34,7 @@ from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.grid import Grid
+from armillary.attention.tiling.latents import Expansion, GatheredBlock, LatentSizes, block_of, value_dim
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis, TokenRanges, accumulation_dtype
 from armillary.core.parts import Side, check_choice
@@ -90,6 +92,7 @@ class Ring(Method):
                     "Local do. Put a method on the head axis around it: Ulysses(mesh['ulysses'], inner=Ring(...))"
                 )
         self.return_axis = self.axis.duplicate()
+        self.takes_latents = inner is None or inner.takes_latents
         devices, device = (1, 0) if inner is None else (inner.shards, inner.shard)
         self.shards = self.sequence_shards = self.axis.size * devices
         self.shard = self.axis.rank * devices + device
@@ -99,24 +102,29 @@ class Ring(Method):
         # Outermost first: the axis of nodes is outside of the axis of devices.
         return self.axis, *(() if self.inner is None else self.inner.axes)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
-        ring, accumulator = self.rotation("keys", spec), Merge.of(q, v)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Saved]:
+        ring, accumulator = self.rotation("keys", spec), Merge.of(q, value_dim(v, expansion))
         for current in ring.rotate(k, v):  # sends the current shard while its block is computed
-            block = self.block("keys", current, current.token_ranges, spec)
+            block = self.block("keys", current, current.token_ranges, spec, expansion)
             # Blockwise attention: the online softmax merges (out, lse) of this shard's keys into the accumulator.
             block.forward(q, current.tensors[0], current.tensors[1], accumulator)
         out, lse = accumulator.result()
         return out, Saved(q, k, v, out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
-        query_sizes = (spec.layout.length, *saved.q.shape[2:])
-        key_sizes = (spec.key_layout.length, *saved.v.shape[2:])
+    def backward(
+        self, dout: Tensor, saved: Saved, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        query_sizes = (spec.layout.length, *dout.shape[2:], saved.q.shape[3])
+        key_sizes = (spec.key_layout.length, sum(x.shape[2] * x.shape[3] for x in (saved.k, saved.v)))
         if cheaper_side(self.backward_side, query_sizes, key_sizes, saved.q.dtype, spec.grid) == "queries":
 
             def query_block(current: RotatingShard, tokens: TokenRanges) -> RingBlock:
                 return self.block("queries", current, tokens, spec)
 
-            return pass_queries_backward(dout, saved, self.rotation("queries", spec), RingReduce, query_block)
+            ring = self.rotation("queries", spec)
+            return pass_queries_backward(dout, saved, ring, RingReduce, query_block, expansion)
         ring, dq = self.rotation("keys", spec), Sum.like(saved.q)  # dq stays with its queries
         sums = RingReduce(ring)  # dk and dv travel with their keys
         for current in ring.rotate(saved.k, saved.v):
@@ -124,13 +132,21 @@ class Ring(Method):
             # Probabilities are exp(score - lse), with the lse over all keys. So a block computes exactly its part of
             # dq, dk and dv, and the parts are summed.
             current_saved = saved._replace(k=current.tensors[0], v=current.tensors[1])
-            block = self.block("keys", current, current.token_ranges, spec)
+            block = self.block("keys", current, current.token_ranges, spec, expansion)
             block.backward(dout, *current_saved, dq, key_grads[0], key_grads[1])
             del current_saved  # so that `rotate` can free the shard when its step ends
             # dk and dv are sent one step after their keys, so that the send overlaps with the next block.
             sums.push(current.step, [grad.result() for grad in key_grads])
         dk, dv = sums.finish()
         return dq.value(), dk, dv
+
+    def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
+        return len(set(key_heads)) * sizes.head > sizes.sent
+
+    def gathering(self, devices: Axis) -> Ring | None:
+        """Returns the ring that rotates latents which the ranks of `devices` share; None with an inner method."""
+        rotates_queries = self.backward_side == "queries" or self.inner is not None
+        return None if rotates_queries else GatheringRing(self, devices)
 
     @property
     def balanced_by(self) -> Side | None:
@@ -170,7 +186,14 @@ class Ring(Method):
         rings = self.node_rings(self.inner, side, spec)
         return rings.rings[self.inner.shard], rings.grid
 
-    def block(self, side: RotatingSide, current: RotatingShard, tokens: TokenRanges, spec: AttentionSpec) -> RingBlock:
+    def block(
+        self,
+        side: RotatingSide,
+        current: RotatingShard,
+        tokens: TokenRanges,
+        spec: AttentionSpec,
+        expansion: Expansion | None = None,
+    ) -> RingBlock:
         """Returns the attention of a step: of this rank alone, or of all devices of the node by the inner method.
 
         Args:
@@ -181,14 +204,77 @@ class Ring(Method):
         inner = self.inner
         if inner is None:
             queries, keys = (None, tokens) if side == "keys" else (tokens, None)
-            return spec.block(current.query_shard, current.key_shard, queries, keys)
+            return block_of(spec.block(current.query_shard, current.key_shard, queries, keys), expansion)
 
         rings, node, step = self.node_rings(inner, side, spec), self.axis.rank, current.step
-        return spec.cached(("node", side, step, id(self)), lambda: rings.attention(inner, node, step, spec))
+        attention = spec.cached(("node", side, step, id(self)), lambda: rings.attention(inner, node, step, spec))
+        return attention if expansion is None else attention._replace(expansion=expansion)
 
     def node_rings(self, inner: AttentionMethod, side: RotatingSide, spec: AttentionSpec) -> NodeRings:
         """Returns the rings of all devices. Cached per spec."""
         return spec.cached(("nodes", side, inner.shards), lambda: NodeRings.of(inner.shards, side, spec.grid))
+
+
+class GatheringRing(Ring):
+    """A ring whose ranks each have some of the latents of a node, and gather them within the node at each step.
+
+    For Ulysses around a ring (USP), whose U ranks attend with other heads, but with the same latents: if each gathered
+    the latents of its node first and then rotated them, the same latents would travel between nodes U times.
+
+    Args:
+        ring: the ring between nodes, whose communicators are used.
+        devices: the axis of U ranks of a node. Rank d has shard n U + d of the keys of node n.
+    """
+
+    def __init__(self, ring: Ring, devices: Axis) -> None:
+        self.axis, self.return_axis, self.inner, self.backward_side = ring.axis, ring.return_axis, None, "keys"
+        self.shards, self.sequence_shards, self.shard = ring.shards, ring.sequence_shards, ring.shard
+        self.takes_latents, self.devices = True, devices
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Saved]:
+        """Returns out of the queries [B, U T, h, D] of a node, and the saved tensors: k and v of this rank alone.
+
+        Args:
+            spec: the spec of `ring`.
+        """
+        return super().forward(q, k, v, self._gathering_spec(spec), expansion)
+
+    def backward(
+        self, dout: Tensor, saved: Saved, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return super().backward(dout, saved, self._gathering_spec(spec), expansion)
+
+    def _gathering_spec(self, spec: AttentionSpec) -> AttentionSpec:
+        """Returns the spec whose key shards are those of single ranks. Cached per spec."""
+        count = self.devices.size
+        return spec.cached(("by device", count), lambda: replace(spec, key_layout=spec.key_layout.refine(count)))
+
+    def topology(self, side: RotatingSide, spec: AttentionSpec) -> tuple[RingTopology, Grid]:
+        return self._rings(spec).rings[self.devices.rank], spec.grid
+
+    def block(
+        self,
+        side: RotatingSide,
+        current: RotatingShard,
+        tokens: TokenRanges,
+        spec: AttentionSpec,
+        expansion: Expansion | None = None,
+    ) -> RingBlock:
+        step = spec.cached(("step", current.step), lambda: self._rings(spec).step(self.axis.rank, current.step))
+        if step is None:  # no query of the node sees a key
+            return spec.block(current.query_shard, current.key_shard, keys=tokens)
+        node_spec = spec.cached(
+            ("node", current.step), lambda: replace(spec, key_layout=step.key_layout.coarsen(self.devices.size))
+        )
+        block = block_of(node_spec.block(self.axis.rank, 0), expansion)
+        return GatheredBlock(block, self.devices, step.key_layout.sizes)
+
+    def _rings(self, spec: AttentionSpec) -> NodeRings:
+        layouts = spec.layout.refine(self.devices.size), spec.key_layout
+        rings = self.axis.size, self.devices.size, "keys", *layouts, spec.grid
+        return spec.cached("rings", lambda: NodeRings(*rings))
 
 
 def check_backward(backward: Backward) -> Backward:
@@ -199,7 +285,7 @@ def check_backward(backward: Backward) -> Backward:
 def cheaper_side(
     backward: Backward,
     query_sizes: tuple[int, ...],
-    key_sizes: tuple[int, ...],
+    key_sizes: tuple[int, int],
     dtype: torch.dtype,
     grid: Grid,
 ) -> RotatingSide:
@@ -209,15 +295,15 @@ def cheaper_side(
     queries if that would give the most loaded rank much more work, because all other ranks would wait for it.
 
     Args:
-        query_sizes: (N, H, D), of q.
-        key_sizes: (N_k, K, Dv), of v.
+        query_sizes: (N, H, Dv, D), of out and q.
+        key_sizes: N_k, and the numbers of a token's k and v: K (D + Dv), or Dr + L of latents.
     """
     if backward != "auto":
         return backward
-    (length, heads, dim), (key_length, key_heads, value_dim) = query_sizes, key_sizes
+    (length, heads, value_dim, dim), (key_length, key_numbers) = query_sizes, key_sizes
     e, a = dtype.itemsize, accumulation_dtype(dtype).itemsize  # bytes of an element, and of an accumulated one
     # Bytes of one hop of all shards. The batch is a factor of both sides, and left out.
-    key_bytes = key_length * key_heads * (dim + value_dim) * (e + a)  # k and v as e, dk and dv as a
+    key_bytes = key_length * key_numbers * (e + a)  # k and v as e, dk and dv as a
     query_bytes = length * heads * ((dim + 2 * value_dim) * e + a + dim * a)  # q, out and dout as e, lse and dq as a
     return "queries" if query_bytes < key_bytes and _stays_balanced(grid) else "keys"
 

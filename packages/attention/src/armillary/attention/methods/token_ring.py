@@ -27,6 +27,7 @@ from armillary.attention.rotation.reduce import DirectReduce, Partials, Reductio
 from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.block import RingBlock
+from armillary.attention.tiling.latents import Expansion
 from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis, TokenRanges
 from armillary.core.parts import Side
@@ -50,6 +51,7 @@ class TokenRing(Method):
     """
 
     fits_inside_ring = True  # can be the `inner` method of a `Ring`
+    takes_latents = True  # from an outer ring; it sends no keys itself
 
     def __init__(self, axis: DeviceMesh) -> None:
         self.axis = Axis.of(axis)
@@ -62,8 +64,13 @@ class TokenRing(Method):
         """The side whose pairs a balanced layout makes even: keys, which stay while queries rotate."""
         return "keys"
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
-        ring, accumulator = self.rotation(spec), Merge.of(q, v)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Saved]:
+        sent_k, sent_v = k, v
+        if expansion is not None:
+            k, v = expansion.expand(k, v)  # once, because keys stay
+        ring, accumulator = self.rotation(spec), Merge.of(q, v.shape[3])
 
         # Merges the (block_out, block_lse) that another rank returns into the (out, lse) of this rank's own queries.
         def merge(tokens: TokenRanges, partial_result: Partials) -> None:
@@ -76,7 +83,7 @@ class TokenRing(Method):
             tokens, packed_tokens = returns.result_tokens(current.step)
             (queries,) = current.take(packed_tokens)
             # At step 0 the queries are this rank's own, so their partial result is merged directly.
-            block_result = Merge.of(queries, v) if current.step else accumulator
+            block_result = Merge.of(queries, v.shape[3]) if current.step else accumulator
             block = spec.block(current.query_shard, current.key_shard, queries=tokens)
             block.forward(queries, k, v, block_result)
             partial_result = block_result.result()  # block_out, block_lse
@@ -87,13 +94,15 @@ class TokenRing(Method):
             del partial_result  # frees it before the next block is computed
         returns.finish()  # waits for the last partial result: no computation is left to overlap it
         out, lse = accumulator.result()
-        return out, Saved(q, k, v, out, lse)
+        return out, Saved(q, sent_k, sent_v, out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, saved: Saved, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         def block(current: RotatingShard, tokens: TokenRanges) -> RingBlock:
             return spec.block(current.query_shard, current.key_shard, queries=tokens)
 
-        return pass_queries_backward(dout, saved, self.rotation(spec), DirectReduce, block)
+        return pass_queries_backward(dout, saved, self.rotation(spec), DirectReduce, block, expansion)
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
         """Computes the tiles and sends of calls with `spec` on `rows` rows of the batch, before they run."""
@@ -118,6 +127,7 @@ def pass_queries_backward(
     ring: Rotation,
     reduction: Callable[[Rotation], Reduction],
     block: Callable[[RotatingShard, TokenRanges], RingBlock],
+    expansion: Expansion | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Runs backward with q, out, dout and lse rotating; k, v, dk and dv stay.
 
@@ -135,14 +145,18 @@ def pass_queries_backward(
     Bytes sent, p2p: B H ((D + 2 Dv) e + a) for each hop of a query. For dq, B H D a for each hop of a sum
     (`RingReduce`), or for each other rank with keys that the query sees (`DirectReduce`).
     """
-    dk, dv, returns = Sum.like(saved.k), Sum.like(saved.v), reduction(ring)  # dk and dv stay with their keys
+    k, v = (saved.k, saved.v) if expansion is None else expansion.expand(saved.k, saved.v)
+    dk, dv, returns = Sum.like(k), Sum.like(v), reduction(ring)  # dk and dv stay with their keys
     for current in ring.rotate(saved.q, saved.out, dout, saved.lse):  # sends them while their block is computed
         tokens, packed_tokens = returns.result_tokens(current.step)
         q, out, block_dout, lse = current.take(packed_tokens)
         dq = Sum.like(q)  # the part of dq that this rank's keys contribute
-        block(current, tokens).backward(block_dout, q, saved.k, saved.v, out, lse, dq, dk, dv)
+        block(current, tokens).backward(block_dout, q, k, v, out, lse, dq, dk, dv)
         del q, out, block_dout, lse
         # dq returns to the owner of q while the next block is computed.
         returns.push(current.step, (dq.value(),))
         del dq  # frees it before the next block is computed
-    return returns.finish()[0], dk.value(), dv.value()
+    dq = returns.finish()[0]
+    if expansion is not None:
+        return dq, *expansion.collapse(saved.v, dk.value(), dv.value())
+    return dq, dk.value(), dv.value()

@@ -20,6 +20,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method, check_inner
 from armillary.attention.methods.head_shards import HeadShards, check_heads, split_heads
 from armillary.attention.methods.local import Local
+from armillary.attention.tiling.latents import Expansion, LatentSizes, value_dim
 from armillary.core import Axis, SequenceLayout, accumulation_dtype, start_head_to_seq, start_seq_to_head
 from armillary.core.parts import Side
 
@@ -51,6 +52,8 @@ class HeadMethod(Method):
         self.shards = self.inner.shards * self.axis.size
         self.shard = self.inner.shard * self.axis.size + self.axis.rank
         self.sequence_shards = self.inner.sequence_shards
+        self.takes_latents = inner.takes_latents
+        self.latent_ring = inner.gathering(axis) if axis.size > 1 < inner.sequence_shards else None
 
     @property
     def sequence_method(self) -> Method:
@@ -66,6 +69,19 @@ class HeadMethod(Method):
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         check_heads(q.shape[2], self.axis.size, self.axis.name)
         self.inner.check(q, k, v)
+
+    key_sends: int = 1
+    """How often the axis sends keys: in forward, and again in backward unless their head shards are saved."""
+
+    def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
+        if self.axis.size == 1:
+            return self.inner.latents_pay(key_heads, sizes)
+        heads = split_heads(key_heads, self.axis.size)
+        # Gradients of k and v are sent once, as sums over ranks if ranks share heads or latents.
+        returned = sizes.accumulated if heads.has_shared_heads else sizes.element
+        expanded_bytes = sum(map(len, heads.keys)) * sizes.head * (self.key_sends * sizes.element + returned)
+        latent_bytes = self.axis.size * sizes.sent * (self.key_sends * sizes.element + sizes.accumulated)
+        return latent_bytes < expanded_bytes
 
     def sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
         """Returns the number of tokens of each rank of this axis. Together these ranks have one sequence shard."""
@@ -118,42 +134,62 @@ class Ulysses(HeadMethod):
         queries = split_heads(key_heads, self.axis.size).queries
         return start_seq_to_head(q, self.axis, self.sizes(layout), queries).wait
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
-        return self.forward_prefetched(None, q, k, v, spec)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Saved]:
+        return self.forward_prefetched(None, q, k, v, spec, expansion)
 
     def forward_prefetched(
-        self, pending_q: PendingTensor | None, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /
+        self,
+        pending_q: PendingTensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        expansion: Expansion | None = None,
+        /,
     ) -> tuple[Tensor, Saved]:
         sizes, key_sizes, heads, inner_spec = self.head_call(spec)
         # 1. All-to-all, sequence shards to head shards: q, k and v are in flight at once.
-        pending = (
-            pending_q or start_seq_to_head(q, self.axis, sizes, heads.queries).wait,
-            start_seq_to_head(k, self.axis, key_sizes, heads.keys).wait,
-            start_seq_to_head(v, self.axis, key_sizes, heads.keys).wait,
-        )
-        q, k, v = (wait() for wait in pending)
-        del pending, pending_q  # frees the send buffers before attention
+        pending_q = pending_q or start_seq_to_head(q, self.axis, sizes, heads.queries).wait
+        if expansion is None or self.latent_ring is None:  # otherwise the ring gathers the latents at each step
+            sent_heads = self._sent_heads(heads, expansion)
+            pending = [start_seq_to_head(x, self.axis, key_sizes, sent_heads) for x in (k, v)]
+            k, v = (transfer.wait() for transfer in pending)
+            del pending  # frees the send buffers before attention
+        q = pending_q()
+        del pending_q
         # 2. Attention of this rank's heads over all tokens of its sequence shard.
-        out, saved = self.inner.forward(q, k, v, inner_spec)
+        if expansion is None:
+            out, saved = self.inner.forward(q, k, v, inner_spec)
+        else:
+            own_heads, inner = expansion.of_heads(heads.keys[self.axis.rank]), self.latent_ring or self.inner
+            out, saved = inner.forward(q, k, v, inner_spec, own_heads)
         # 3. All-to-all, head shards back to sequence shards.
         return start_head_to_seq(out, self.axis, sizes, heads.queries).wait(), saved
 
-    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, saved: Saved, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         sizes, key_sizes, heads, inner_spec = self.head_call(spec)
         # 3, reversed. The saved tensors are head shards already: only dout is exchanged.
         head_dout = start_seq_to_head(dout, self.axis, sizes, heads.queries).wait()
         # 2, reversed.
-        dq, dk, dv = self.inner.backward(head_dout, saved, inner_spec)
-        # 1, reversed: dq, dk and dv are in flight at once. If ranks share a key/value head, each has a partial sum of
-        # its dk and dv. These are sent in the accumulation dtype, and the receiver adds them up.
-        dk, dv = (x.to(accumulation_dtype(dout.dtype) if heads.has_shared_heads else dout.dtype) for x in (dk, dv))
-        pending = (
-            start_head_to_seq(dq.to(dout.dtype), self.axis, sizes, heads.queries),
-            start_head_to_seq(dk, self.axis, key_sizes, heads.keys),
-            start_head_to_seq(dv, self.axis, key_sizes, heads.keys),
-        )
-        dq, dk, dv = (transfer.wait() for transfer in pending)
-        return dq, dk, dv
+        if expansion is None:
+            dq, dk, dv = self.inner.backward(head_dout, saved, inner_spec)
+        else:
+            own_heads, inner = expansion.of_heads(heads.keys[self.axis.rank]), self.latent_ring or self.inner
+            dq, dk, dv = inner.backward(head_dout, saved, inner_spec, own_heads)
+        # 1, reversed: dq, dk and dv are in flight at once. If ranks share a key/value head, or a latent, each has a
+        # partial sum of its dk and dv. These are sent in the accumulation dtype, and the receiver adds them up.
+        has_shared_heads = heads.has_shared_heads or expansion is not None
+        dk, dv = (x.to(accumulation_dtype(dout.dtype) if has_shared_heads else dout.dtype) for x in (dk, dv))
+        pending_dq = start_head_to_seq(dq.to(dout.dtype), self.axis, sizes, heads.queries)
+        if expansion is None or self.latent_ring is None:
+            sent_heads = self._sent_heads(heads, expansion)
+            pending = [start_head_to_seq(dx, self.axis, key_sizes, sent_heads) for dx in (dk, dv)]
+            dk, dv = (transfer.wait() for transfer in pending)
+        return pending_dq.wait(), dk, dv
 
     def heads(self, heads: range) -> range:
         """Returns the query heads, of `heads`, that this rank attends with."""
@@ -166,16 +202,30 @@ class Ulysses(HeadMethod):
         lse = self.inner.local_lse(saved, inner_spec).unsqueeze(-1)
         return start_head_to_seq(lse, self.axis, sizes, heads.queries).wait().squeeze(-1)
 
+    def _sent_heads(self, heads: HeadShards, expansion: Expansion | None) -> tuple[range, ...]:
+        """Returns the heads of k and v that each rank receives: those of its queries, or the latents, one head."""
+        return heads.keys if expansion is None else (range(1),) * self.axis.size
+
     def empty_saved(
-        self, q: Tensor, k: Tensor, v: Tensor, key_heads: tuple[int, ...], tokens: int, key_tokens: int
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        key_heads: tuple[int, ...],
+        tokens: int,
+        key_tokens: int,
+        expansion: Expansion | None = None,
     ) -> Saved:
         """Returns empty tensors shaped like those that `forward` saves: head shards, or those of the inner method."""
         heads, rank = split_heads(key_heads, self.axis.size), self.axis.rank
+        sent_heads = self._sent_heads(heads, expansion)[rank]
         q = q.new_empty((q.shape[0], tokens, len(heads.queries[rank]), q.shape[3]))
-        k, v = (x.new_empty((x.shape[0], key_tokens, len(heads.keys[rank]), x.shape[3])) for x in (k, v))
+        if expansion is None or self.latent_ring is None:
+            k, v = (x.new_empty((x.shape[0], key_tokens, len(sent_heads), x.shape[3])) for x in (k, v))
         if self.inner.redistributes_inputs:
-            return self.inner.empty_saved(q, k, v, heads.key_heads(key_heads, rank), tokens, key_tokens)
-        out = q.new_empty((*q.shape[:3], v.shape[3]))
+            inner_heads = heads.key_heads(key_heads, rank)
+            return self.inner.empty_saved(q, k, v, inner_heads, tokens, key_tokens, expansion)
+        out = q.new_empty((*q.shape[:3], value_dim(v, expansion)))
         return Saved(q, k, v, out, q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype)))
 
     def head_call(self, spec: AttentionSpec) -> HeadCall:

@@ -29,6 +29,7 @@ from armillary.attention.call.spec import AttentionSpec, Saved, StagedMethod
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.head_shards import KeyHeads, check_heads_per_stage, split_heads, stages_of
 from armillary.attention.methods.ulysses import HeadMethod, PendingTensor
+from armillary.attention.tiling.latents import Expansion, value_dim
 from armillary.core import Axis, accumulation_dtype, start_head_to_seq, start_seq_to_head
 from armillary.core.parts import PackedHeads, check_bool, start_head_to_parts, start_packed_to_head
 
@@ -94,48 +95,61 @@ class UPipe(HeadMethod, StagedMethod):
 
     def _set_options(self, heads_per_stage: int | None, prefetch: bool) -> None:
         count = heads_per_stage if heads_per_stage is None else check_heads_per_stage(heads_per_stage, self.axis.size)
-        self.heads_per_stage, self.prefetch = count, prefetch
+        self.heads_per_stage, self.prefetch, self.key_sends = count, prefetch, 2
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
-        out, lse = self.attend(Finished((q, k, v)), spec)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Saved]:
+        out, lse = self.attend(Finished((q, k, v)), spec, expansion=expansion)
         return out, Saved(q, k, v, out, self.lse_to_seq(lse, spec))
 
-    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, saved: Saved, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         source, call = Finished((saved.q, saved.k, saved.v)), self._staged_call(spec)
         lse = start_seq_to_head(saved.lse.unsqueeze(-1), self.axis, call.sizes, call.queries).wait().squeeze(-1)
-        self.differentiate(dout, source, saved.out, lse, spec)
+        self.differentiate(dout, source, saved.out, lse, spec, expansion)
         dq, dk, dv = source.gradients()
         return dq, dk, dv
 
     # -- the stages, without autograd ---------------------------------------------------------------------------------
 
-    def attend(self, source: QKVSource, spec: AttentionSpec, out_buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def attend(
+        self,
+        source: QKVSource,
+        spec: AttentionSpec,
+        out_buffer: Tensor | None = None,
+        expansion: Expansion | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Runs forward over all stages, without autograd.
 
         Args:
             source: q, k and v of this rank's T tokens, a few heads at a time.
             out_buffer: memory for out, used if it has the shape and dtype of out.
+            expansion: of k and v, if these are rotary keys and latents. They are sent once, before the first stage.
 
         Returns:
             out [B, T, H, Dv] of this rank's tokens and all heads, and lse [B, n, h] of the n tokens of the rank's
             sequence shard and the h heads that it attends with.
         """
-        call, results = self._staged_call(spec), list[Tensor]()
+        call, results = self._staged_call(spec, expansion is not None), list[Tensor]()
         with outside_autocast(source.device_type):
             for stage, stage_tensors, keys in self._pipeline(call, source, [source.q]):
                 # 1. q has arrived: all n tokens of the sequence shard, and this rank's heads of the stage.
                 q = stage_tensors.pop()
                 if not results:  # allocated at the first stage, when q and v tell the head dims and dtype
                     shape = q.shape[0], call.sizes[self.axis.rank]
-                    results += self.empty_results(shape, sum(call.sizes), spec.key_heads, q, keys.v, out_buffer)
+                    dim = value_dim(keys.v, expansion)
+                    results += self.empty_results(shape, sum(call.sizes), spec.key_heads, q, dim, out_buffer)
                 out, lse = results
                 # 2. Attention over the keys of the round.
                 if stage.own_indices:
-                    stage_out, saved = self.inner.forward(q, keys.k, keys.v, stage.inner_spec)
+                    of_stage = () if expansion is None else (expansion.of_heads(stage.key_heads),)
+                    stage_out, saved = self.inner.forward(q, keys.k, keys.v, stage.inner_spec, *of_stage)
                     write_heads(lse, stage.own_indices, [saved.lse])
                     del saved
                 else:  # this rank has no heads in the last stages, but takes part in their all-to-alls
-                    stage_out = q.new_empty((*q.shape[:3], keys.v.shape[3]))
+                    stage_out = q.new_empty((*q.shape[:3], value_dim(keys.v, expansion)))
                 del q
                 # 3. All-to-all back to this rank's tokens. The stage's heads are written into the preallocated out.
                 pending = start_head_to_parts(stage_out, self.axis, call.sizes, stage.query_ranges)
@@ -144,14 +158,23 @@ class UPipe(HeadMethod, StagedMethod):
         out, lse = results
         return out, lse
 
-    def differentiate(self, dout: Tensor, source: QKVSource, out: Tensor, lse: Tensor, spec: AttentionSpec) -> None:
+    def differentiate(
+        self,
+        dout: Tensor,
+        source: QKVSource,
+        out: Tensor,
+        lse: Tensor,
+        spec: AttentionSpec,
+        expansion: Expansion | None = None,
+    ) -> None:
         """Runs backward over all stages, without autograd. Adds the gradients of q, k and v to `source`.
 
         Args:
             dout: [B, T, H, Dv].
             out, lse: as `attend` returned them.
+            expansion: as in `attend`.
         """
-        call, wide_dtype = self._staged_call(spec), accumulation_dtype(dout.dtype)
+        call, wide_dtype = self._staged_call(spec, expansion is not None), accumulation_dtype(dout.dtype)
         query_tensors: list[QueryTensor] = [source.q, partial(select_heads, out), partial(select_heads, dout)]
         with outside_autocast(source.device_type):
             for stage, stage_tensors, keys in self._pipeline(call, source, query_tensors):
@@ -163,7 +186,8 @@ class UPipe(HeadMethod, StagedMethod):
                     saved = Saved(
                         stage_tensors[0], keys.k, keys.v, stage_tensors[1], select_heads(lse, stage.own_indices)
                     )
-                    dq, dk, dv = self.inner.backward(stage_tensors[2], saved, stage.inner_spec)
+                    of_stage = () if expansion is None else (expansion.of_heads(stage.key_heads),)
+                    dq, dk, dv = self.inner.backward(stage_tensors[2], saved, stage.inner_spec, *of_stage)
                     keys.add_grads(dk, dv)  # summed over the stages of a round, then sent once
                     del saved, dk, dv
                 stage_tensors.clear()
@@ -200,7 +224,7 @@ class UPipe(HeadMethod, StagedMethod):
         shard_tokens: int,
         key_heads: tuple[int, ...],
         q: Tensor,
-        v: Tensor,
+        value_dim: int,
         out_buffer: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns empty tensors shaped like out and lse of `attend`.
@@ -208,10 +232,10 @@ class UPipe(HeadMethod, StagedMethod):
         Args:
             shape, shard_tokens, key_heads: as in `StagedMethod.empty_results`.
             q: any tensor with the dtype and device of queries.
-            v: any tensor with Dv as its last dim.
+            value_dim: Dv.
             out_buffer: used as out, if it has the right shape and dtype.
         """
-        out_shape = (*shape, len(key_heads), v.shape[3])
+        out_shape = (*shape, len(key_heads), value_dim)
         fits = out_buffer is not None and out_buffer.shape == out_shape and out_buffer.dtype == q.dtype
         out = out_buffer if out_buffer is not None and fits else q.new_empty(out_shape)
         own_heads = len(split_heads(key_heads, self.axis.size).queries[self.axis.rank])
@@ -285,22 +309,33 @@ class UPipe(HeadMethod, StagedMethod):
         for inner_spec, inner_previous in {a.inner_spec: b.inner_spec for a, b in stages}.items():
             self.inner.plan(inner_spec, inner_previous, rows)
 
-    def _staged_call(self, spec: AttentionSpec) -> StagedCall:
-        """Returns the stages of a call. Cached per spec."""
+    def _staged_call(self, spec: AttentionSpec, has_latents: bool = False) -> StagedCall:
+        """Returns the stages of a call. Cached per spec.
+
+        Args:
+            has_latents: True if the latents of all heads are sent before the first stage, and their gradients after the
+                last one, instead of the keys of each round.
+        """
         rank, ranks, inner = self.axis.rank, self.axis.size, self.inner
 
         def make() -> StagedCall:
             queries = split_heads(spec.key_heads, ranks).queries
-            stages = list[LocalStage]()
-            for stage in stages_of(spec.key_heads, ranks, self.heads_per_stage):
+            stages, all_stages = list[LocalStage](), stages_of(spec.key_heads, ranks, self.heads_per_stage)
+            latents, nothing = KeyHeads((0,), (range(1),) * ranks), KeyHeads((), (range(0),) * ranks)
+            for i, stage in enumerate(all_stages):
                 rank_heads = stage.by_rank[rank]
                 own_indices = tuple(head - queries[rank].start for head in rank_heads.queries)
                 inner_spec = spec.with_heads(rank_heads.key_heads(spec.key_heads))
                 key_rounds = stage.received_keys, stage.returned_keys, rank_heads.starts_round, rank_heads.ends_round
-                stages.append(LocalStage(stage.queries, stage.query_ranges, *key_rounds, own_indices, inner_spec))
+                if has_latents:
+                    is_first, is_last = i == 0, i == len(all_stages) - 1
+                    key_rounds = latents if is_first else nothing, latents if is_last else nothing, is_first, is_last
+                own_keys = range(rank_heads.keys[0], rank_heads.keys[-1] + 1) if rank_heads.keys else range(0)
+                local_stage = stage.queries, stage.query_ranges, *key_rounds, own_indices, own_keys, inner_spec
+                stages.append(LocalStage(*local_stage))
             return StagedCall(self.sizes(spec.layout), self.sizes(spec.key_layout), queries, tuple(stages))
 
-        return spec.cached(("stages", rank, ranks, inner.shard, inner.shards, self.heads_per_stage), make)
+        return spec.cached(("stages", rank, ranks, inner.shard, inner.shards, self.heads_per_stage, has_latents), make)
 
 
 class StagedCall(NamedTuple):
@@ -327,6 +362,7 @@ class LocalStage(NamedTuple):
         received_keys, returned_keys: key/value heads of the all-to-alls before and after the stage, as in `Stage`.
         starts_round, ends_round: True if these all-to-alls have heads of this rank.
         own_indices: this rank's query heads of the stage, as indices into its query heads of all stages.
+        key_heads: this rank's key/value heads of the stage.
         inner_spec: the spec of the call of `inner`: this rank's query heads of the stage and the keys of the round.
     """
 
@@ -337,6 +373,7 @@ class LocalStage(NamedTuple):
     starts_round: bool
     ends_round: bool
     own_indices: tuple[int, ...]
+    key_heads: range
     inner_spec: AttentionSpec
 
 

@@ -39,6 +39,7 @@ from armillary.attention.methods.base import Method
 from armillary.attention.methods.ring import Backward, Ring
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
+from armillary.attention.tiling.latents import Expansion, LatentSizes
 from armillary.core import (
     Axis,
     FlatBuffer,
@@ -111,6 +112,8 @@ class WallFacer(Method):
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 
+    takes_latents = True
+
     @property
     def balanced_by(self) -> None:
         """None: both sides are made even, and bytes are ignored."""
@@ -127,17 +130,29 @@ class WallFacer(Method):
         """Starts to gather q_team (step 1)."""
         return self._gather((q,), layout)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
-        return self.forward_prefetched(None, q, k, v, spec)
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Saved]:
+        return self.forward_prefetched(None, q, k, v, spec, expansion)
+
+    def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
+        return self.team_ring.latents_pay(key_heads, sizes)
 
     def forward_prefetched(
-        self, pending_q: PendingGather | None, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, /
+        self,
+        pending_q: PendingGather | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spec: AttentionSpec,
+        expansion: Expansion | None = None,
+        /,
     ) -> tuple[Tensor, Saved]:
         # 1, 2: q_team is in flight while k_team and v_team are gathered and sent to r_send.
         pending_q = pending_q or self._gather((q,), spec.layout)
         (ring_k, ring_v), (q_team,) = self._place_keys(k, v, spec), pending_q()
         # 3: R - 1 hops: partial out and lse of the team's queries over the keys of R teams, 1 / C of all keys.
-        partial_out, partial_saved = self.team_ring.forward(q_team, ring_k, ring_v, self._team_spec(spec))
+        partial_out, partial_saved = self.team_ring.forward(q_team, ring_k, ring_v, self._team_spec(spec), expansion)
         partial_lse = partial_saved.lse
         # Freed before the reduce-scatter's buffers are allocated; `pending_q` and `partial_saved` refer to them too.
         del pending_q, q_team, ring_k, ring_v, partial_saved
@@ -145,13 +160,15 @@ class WallFacer(Method):
         out, lse = start_merge_scatter(partial_out, partial_lse, self.team_axis, self._sizes(spec.layout)).wait()
         return out, Saved(q, k, v, out, lse)
 
-    def backward(self, dout: Tensor, saved: Saved, spec: AttentionSpec) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(
+        self, dout: Tensor, saved: Saved, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # 1, 2: as in forward; the gradient of queries also needs out, dout and lse.
         pending = self._gather((saved.q, saved.out, dout, saved.lse), spec.layout)
         k, v = self._place_keys(saved.k, saved.v, spec)
         q, out, dout, lse = pending()
         # 3: dq of the team's queries, from 1 / C of all keys; dk and dv of the received keys, from the group's queries.
-        dq, dk, dv = self.team_ring.backward(dout, Saved(q, k, v, out, lse), self._team_spec(spec))
+        dq, dk, dv = self.team_ring.backward(dout, Saved(q, k, v, out, lse), self._team_spec(spec), expansion)
         del pending, q, k, v, out, dout, lse  # freed before the buffers of the returning gradients are allocated
         # 4: sums over the team. dq is in flight while dk and dv return to the ranks that sent the keys.
         pending_dq = start_reduce_scatter(dq, self.team_axis, self._sizes(spec.layout))

@@ -21,6 +21,7 @@ from torch import Tensor
 from armillary.attention.call.spec import AttentionMethod, AttentionSpec, Saved
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid, PartialLayout, grid_of, spans_at
+from armillary.attention.tiling.latents import Expansion
 from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
 from armillary.core import SequenceLayout
 
@@ -125,14 +126,16 @@ class NodeAttention(NamedTuple):
     Args:
         method: the inner method, over the devices of the node.
         spec: the method's spec for this step; None if no query in the node sees a key in it.
+        expansion: of the keys, if latents rotate.
     """
 
     method: AttentionMethod
     spec: AttentionSpec | None
+    expansion: Expansion | None = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
         if self.spec is not None:
-            out, saved = self.method.forward(q, k, v, self.spec)
+            out, saved = self.method.forward(q, k, v, self.spec, *self._expansion)
             accumulator.add(EVERYTHING, out, saved.lse)
 
     def backward(
@@ -140,6 +143,10 @@ class NodeAttention(NamedTuple):
     ) -> None:
         if self.spec is not None:
             # out and lse are over the keys of all nodes, so the step computes exactly its part of dq, dk and dv.
-            grads = self.method.backward(dout, Saved(q, k, v, out, lse), self.spec)
+            grads = self.method.backward(dout, Saved(q, k, v, out, lse), self.spec, *self._expansion)
             for total, grad in zip((dq, dk, dv), grads, strict=True):
                 total.add(EVERYTHING, grad)
+
+    @property
+    def _expansion(self) -> tuple[Expansion, ...]:
+        return () if self.expansion is None else (self.expansion,)

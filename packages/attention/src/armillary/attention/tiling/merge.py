@@ -95,9 +95,9 @@ class Merge:
     lse: Tensor | None = None
 
     @classmethod
-    def of(cls, q: Tensor, v: Tensor) -> Merge:
-        """Returns an empty accumulator for queries q [B, T, H, D] and values v [B, S, K, Dv]."""
-        return cls((*q.shape[:3], v.shape[3]), q.dtype, q.device)
+    def of(cls, q: Tensor, value_dim: int) -> Merge:
+        """Returns an empty accumulator for queries q [B, T, H, D] and values of head dim Dv."""
+        return cls((*q.shape[:3], value_dim), q.dtype, q.device)
 
     def add(self, part: TilePart | PackedTokens, out: Tensor, lse: Tensor) -> None:
         """Merges a partial result: out [b, t, h, Dv] and lse [b, t, h], or out [n, h, Dv] and lse [n, h] if packed."""

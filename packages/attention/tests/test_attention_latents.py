@@ -1,0 +1,234 @@
+"""Multi-head latent attention: latents are sent and expanded where they are used, under every method."""
+
+from collections import Counter
+from itertools import product
+from typing import get_args
+
+import pytest
+import torch
+from fake_ranks import on_fake_ranks
+
+from armillary.attention import (
+    AttentionMask,
+    AttentionShape,
+    Local,
+    Method,
+    Ring,
+    Ulysses,
+    UPipe,
+    reference_attention,
+)
+from armillary.attention.comm_plans.comm_plan import Role
+from armillary.core import CommLedger, SequenceLayout
+from armillary.core.testing import mesh, relative_error
+from conformance import METHODS, Case, Composition, compositions, drawn
+from conformance.draw import Trial, with_latents
+from conformance.run import judge
+from conformance.tensors import inputs, project_qkv
+
+FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
+KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter")
+
+
+def test_random_cases_conform(worlds):
+    """Every mask, layout, stride and dtype, on sub-meshes of four ranks; latents sent, expanded before, or chosen."""
+    trials = [with_latents(drawn(0, index)) for index in range(40)]
+    trials = [trial for trial in trials if trial.composition.ranks <= 4 and not trial.case.compiled]
+    verdicts = worlds(4).run(judge, trials)[-1]
+    assert not [(trial, verdict) for trial, verdict in zip(trials, verdicts, strict=True) if verdict.failure]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_composition_conforms_with_latents_on_the_wire(worlds, ranks):
+    every = [one for one in compositions(list(METHODS), [ranks]) if dict(one.axes).get("ulysses", 1) <= 8]
+    documents = AttentionMask(documents=(0, 5, 20, 37))
+    cases = [
+        Case(heads=8, kv_heads=4, head_dim=12, value_dim=8, latent=(4, 10), send_latents=True, mask=mask, seed=seed)
+        for seed, mask in enumerate((CAUSAL, documents))
+    ]
+    trials = [Trial(one, cases[i % 2]) for i, one in enumerate(every)]
+    verdicts = worlds(ranks).run(judge, trials)[-1]
+    assert not [(trial, verdict) for trial, verdict in zip(trials, verdicts, strict=True) if verdict.failure]
+
+
+def compiled() -> list[str]:
+    every = Composition.of("usp", ring=2, ulysses=2), Composition.of("ring", ring=4)
+    return [verdict.failure for verdict in judge([Trial(one, COMPILED) for one in every])]
+
+
+COMPILED = Case(
+    heads=8, kv_heads=8, head_dim=12, value_dim=8, latent=(4, 10), send_latents=True, compiled=True, dtype=torch.float32
+)
+
+
+def test_compiled_calls_conform(worlds):
+    assert worlds(4).run(compiled)[-1] == ["", ""]
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def ledger_of(method: Method, work: AttentionShape, latent: tuple[int, int]) -> CommLedger:
+    """Runs forward and backward on this rank, and returns the bytes that it sent."""
+    within = method.shards // method.sequence_shards
+    tokens, keys = (layout.refine(within).sizes[method.shard] for layout in (work.layout, work.key_layout))
+    rows = work.head_dim - latent[0] + work.value_dim
+    shapes = (
+        *((work.batch, tokens, len(work.key_heads), work.head_dim), (work.batch, keys, 1, latent[0])),
+        *((work.batch, keys, 1, latent[1]), (work.kv_heads, rows, latent[1])),
+    )
+    q, k, v, expansion = (torch.randn(shape, dtype=work.dtype, requires_grad=True) for shape in shapes)
+    with CommLedger() as ledger:
+        options = {"mask": work.mask, "layout": work.layout, "key_layout": work.key_layout}
+        method(q, k, v, **options, expansion=expansion).sum().backward()
+    return ledger
+
+
+def wrong_bytes(ranks: int) -> list[str]:
+    wrong, sizes = list[str](), {"heads": 8, "kv_heads": 4, "head_dim": 12, "value_dim": 8, "batch": 2}
+    for i, composition in enumerate(compositions(list(METHODS), [ranks])):
+        if "token_ring" in composition.method:  # its keys stay, so it sends no latents; between nodes they travel
+            continue
+        method, mask = composition.build(), (FULL, CAUSAL, AttentionMask(documents=(0, 7, 30, 61)))[i % 3]
+        layout = method.sequence_method.layout(61, ("zigzag", "contiguous", "striped")[i % 3])
+        method.send_latents = True
+        for dtype in (torch.bfloat16, torch.float32):
+            work = AttentionShape.of(layout, mask, **sizes, dtype=dtype, latent=(4, 16), projected=False)
+            plan, entries = composition.comm_plan(work), ledger_of(method, work, (4, 16)).entries
+            keys = product(get_args(Role), KINDS, ("forward", "backward"))
+            planned = Counter({key: n for key in keys if (n := plan.bytes(method.shard, key[1], key[2], key[0]))})
+            sent = Counter({key: n for key, n in entries.items() if n})
+            wrong += [
+                f"{composition} {key}: {sent[key]} sent, plan {planned[key]}"
+                for key in sent | planned
+                if sent[key] != planned[key]
+            ]
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_composition_sends_the_bytes_of_its_plan(ranks):
+    assert on_fake_ranks(ranks, wrong_bytes, ranks) == [[]] * ranks
+
+
+DEEPSEEK = {"heads": 128, "kv_heads": 128, "head_dim": 192, "value_dim": 128}
+
+
+def sent_by(name: str, axes: dict[str, int], latent: tuple[int, int] | None, heads: dict[str, int]) -> dict[str, int]:
+    """Returns the bytes of rank 0 by axis, forward and backward, of 8 ranks with 64 tokens each under a full mask."""
+    layout = SequenceLayout.zigzag(8 * 64, axes.get("ring", 1))
+    work = AttentionShape.of(layout, FULL, **heads, dtype=torch.bfloat16, latent=latent)
+    plan = Composition.of(name, **axes).comm_plan(work)
+    return {axis: plan.bytes(0, axis=axis) for axis in ("ring", "ulysses")}
+
+
+def test_a_ring_sends_one_latent_instead_of_the_keys_of_128_heads():
+    expanded, latents = (sent_by("ring-keys", {"ring": 8}, latent, DEEPSEEK)["ring"] for latent in (None, (64, 512)))
+    assert latents == 7 * 64 * 576 * (2 + 2 + 4) and expanded * 576 == latents * 128 * 320
+
+
+def test_latents_cross_between_nodes_once_and_not_for_each_rank_of_the_head_axis():
+    axes = {"ring": 2, "ulysses": 4}
+    sent = sent_by("usp", axes, (64, 512), DEEPSEEK)
+    assert sent["ring"] == 64 * 576 * (2 + 2 + 4)  # this rank's 64 tokens, one hop
+    queries = 3 * 64 // 4 * (192 + 128) * 2 * 128  # q and dq, out and dout
+    assert sent["ulysses"] == 2 * 3 * 64 * 576 * (2 + 2 + 4) + queries * 2
+
+
+def choice(method: Method, heads: int) -> int:
+    layout = method.layout(64, "contiguous")
+    layout = layout.coarsen(method.shards // method.sequence_shards)
+    sizes = {"heads": heads, "kv_heads": heads, "head_dim": 12, "value_dim": 8}
+    work = AttentionShape.of(layout, FULL, **sizes, dtype=torch.float32, projected=False)
+    return ledger_of(method, work, (4, 36)).bytes()
+
+
+def chosen(heads: int) -> list[list[int]]:
+    axes = mesh(ring=2, ulysses=2)
+    results = []
+    for method in (Ring(axes["ring"], "keys"), Ulysses(axes["ulysses"]), UPipe(axes["ulysses"])):
+        results.append([])
+        for method.send_latents in (None, False, True):
+            results[-1].append(choice(method, heads))
+    return results
+
+
+@pytest.mark.parametrize("heads", [2, 8, 16])
+def test_methods_send_what_is_fewer_bytes(heads):
+    """One latent of 36 numbers and a rotary key of 4 weigh as much as 2 expanded heads of 12 + 8 numbers."""
+    for by_method in on_fake_ranks(4, chosen, heads):
+        assert all(automatic == min(expanded, latents) for automatic, expanded, latents in by_method)
+        assert (heads <= 2) == all(expanded <= latents for _, expanded, latents in by_method)
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def errors_in_bfloat16() -> list[tuple[str, float, float]]:
+    """Returns each tensor's error with latents and with expanded keys, against float64."""
+    axes, case = mesh(ring=4), Case(heads=8, kv_heads=8, head_dim=24, value_dim=16, latent=(8, 48), length=64)
+    x = {name: tensor.bfloat16() for name, tensor in inputs(case).items()}
+    method, results = Ring(axes["ring"], "keys"), list[dict[str, torch.Tensor]]()
+    layout = method.layout(64)
+
+    def run(leaves: dict[str, torch.Tensor], form: str) -> dict[str, torch.Tensor]:
+        leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in leaves.items()}
+        dout = leaves.pop("dout").detach()
+        if form == "reference":
+            out = reference_attention(*project_qkv(case, leaves), mask=CAUSAL)
+        elif form == "expanded":
+            out = method(*project_qkv(case, leaves), mask=CAUSAL, layout=layout)
+        else:
+            keys = leaves["k_rotary"], leaves["v_latent"]
+            out = method(leaves["q"], *keys, mask=CAUSAL, layout=layout, expansion=leaves["wkv"])
+        out.backward(dout.to(out.dtype))
+        return {"out": out.detach()} | {name: tensor.grad for name, tensor in leaves.items()}
+
+    exact = run({name: tensor.double() for name, tensor in x.items()}, "reference")
+    shard = method.shard
+    local = {name: tensor if name == "wkv" else layout.take(tensor, shard) for name, tensor in x.items()}
+    for form in ("latents", "expanded"):
+        results.append(run(local, form))
+    for name in ("out", "q", "k_rotary", "v_latent"):
+        exact[name] = layout.take(exact[name], shard)
+    gathered = []
+    for result in results:
+        total = result["wkv"].double()
+        torch.distributed.all_reduce(total)
+        gathered.append(result | {"wkv": total})
+    return [(name, *(relative_error(result[name], exact[name]) for result in gathered)) for name in exact]
+
+
+def test_errors_in_bfloat16_are_those_of_expanded_keys(worlds):
+    for by_rank in worlds(4).run(errors_in_bfloat16):
+        assert all(latents <= 1.5 * expanded for _, latents, expanded in by_rank), by_rank
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "expansion"),
+    [
+        ((2, 8, 2, 4), (2, 8, 2, 16), (4, 16, 16)),  # a rotary key for each head
+        ((2, 8, 1, 4), (2, 8, 1, 15), (4, 16, 16)),  # latents of another size
+        ((2, 8, 1, 13), (2, 8, 1, 16), (4, 16, 16)),  # a rotary key of more than D numbers
+        ((2, 8, 1, 4), (2, 8, 1, 16), (4, 8, 16)),  # no rows for values
+        ((2, 8, 1, 4), (2, 8, 1, 16), (3, 16, 16)),  # K does not divide H
+        ((2, 7, 1, 4), (2, 8, 1, 16), (4, 16, 16)),  # other tokens
+        ((2, 8, 1, 4), (2, 8, 1, 16), (4, 16)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(k, v, expansion):
+    q, k, v, expansion = (torch.randn(shape) for shape in ((2, 8, 8, 12), k, v, expansion))
+    with pytest.raises(ValueError, match=r"expansion|share|agree"):
+        Local()(q, k, v, mask=CAUSAL, expansion=expansion)
+
+
+def test_dtypes_that_differ_are_refused_and_autocast_casts_them():
+    shapes = (2, 8, 8, 12), (2, 8, 1, 4), (2, 8, 1, 16), (4, 16, 16)
+    q, k, v, expansion = (torch.randn(shape) for shape in shapes)
+    with pytest.raises(ValueError, match="expansion"):
+        Local()(q, k, v, mask=CAUSAL, expansion=expansion.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Local()(q.bfloat16(), k, v, mask=CAUSAL, expansion=expansion).dtype == torch.bfloat16
