@@ -18,6 +18,7 @@ from torch import nn
 from armillary.attention import ContextParallel, Method
 from armillary.attention.parts import check_method, method_of_implementation
 from armillary.integrations.transformers.implementation import Implementation, StateHook
+from armillary.integrations.transformers.latents import send_latents
 from armillary.integrations.transformers.models import (
     check_layers_attend,
     check_model,
@@ -68,6 +69,7 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
         check_model(type(model), model.config)  # raises with the reason, if it knows one
         raise ValueError(f"{type(model).__name__}: transformers cannot set its attention implementation")
     disable_caches(model)
+    send_latents(model, name)
     check_layers_attend(model)
     cp.count_positions_as(model, padding_idx_of(model))
     # A `ContextParallel` may prepare several models: none of them may get labels that are shifted and should not be.

@@ -37,6 +37,7 @@ from armillary.integrations.transformers.documents import (
     known_documents,
     position_ids_of,
 )
+from armillary.integrations.transformers.latents import expansion_of
 from armillary.integrations.transformers.masks import ShardMask, rule_of
 from armillary.integrations.transformers.models import check_layers, check_modules, method_of, padding_idx_of
 from armillary.integrations.transformers.outputs import ROUTER_LOSS_ERROR
@@ -186,8 +187,9 @@ class Implementation(ShardedImplementation):
         # Llama 4 has already scaled the queries, by positions counted from the shard's first token.
         query = scale_by_position(module, query, attention_mask.positions)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        layout = attention_mask.layout
-        return self.method(q, k, v, mask=mask, layout=layout, scale=scaling, softcap=softcap, sinks=s_aux), None
+        scores = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+        call = {"mask": mask, "layout": attention_mask.layout, "expansion": expansion_of(module)}
+        return self.method(q, k, v, **call, **scores), None
 
     @compat.never_traced  # it communicates
     def _read_mask(
