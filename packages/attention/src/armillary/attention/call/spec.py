@@ -163,6 +163,8 @@ class AttentionMethod(ABC):
     """True if the method can be the `inner` of a `Ring`: `forward` and `backward` take any `PartialLayout`."""
     takes_latents: bool = False
     """True if `forward` and `backward` take an `Expansion`. For other methods keys are expanded before the call."""
+    sends_keys: bool = True
+    """False if keys stay on their ranks."""
     send_latents: bool | None = None
     """Whether latents are sent if there are any; None: if that sends fewer bytes than expanded keys (`latents_pay`)."""
     head_axis: Axis | None = None

@@ -51,7 +51,8 @@ class TokenRing(Method):
     """
 
     fits_inside_ring = True  # can be the `inner` method of a `Ring`
-    takes_latents = True  # from an outer ring; it sends no keys itself
+    takes_latents = True  # from an outer ring
+    sends_keys = False
 
     def __init__(self, axis: DeviceMesh) -> None:
         self.axis = Axis.of(axis)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.call.spec import AttentionSpec, Saved
+from armillary.attention.call.spec import AttentionMethod, AttentionSpec, Saved
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method, check_inner
 from armillary.attention.methods.head_shards import HeadShards, check_heads, split_heads
@@ -53,7 +53,6 @@ class HeadMethod(Method):
         self.shard = self.inner.shard * self.axis.size + self.axis.rank
         self.sequence_shards = self.inner.sequence_shards
         self.takes_latents = inner.takes_latents
-        self.latent_ring = inner.gathering(axis) if axis.size > 1 < inner.sequence_shards else None
 
     @property
     def sequence_method(self) -> Method:
@@ -70,18 +69,31 @@ class HeadMethod(Method):
         check_heads(q.shape[2], self.axis.size, self.axis.name)
         self.inner.check(q, k, v)
 
+    latent_ring: AttentionMethod | None = None
+    """The inner method for latents that are gathered at each of its steps, not before."""
     key_sends: int = 1
     """How often the axis sends keys: in forward, and again in backward unless their head shards are saved."""
 
     def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
-        if self.axis.size == 1:
-            return self.inner.latents_pay(key_heads, sizes)
-        heads = split_heads(key_heads, self.axis.size)
-        # Gradients of k and v are sent once, as sums over ranks if ranks share heads or latents.
-        returned = sizes.accumulated if heads.has_shared_heads else sizes.element
-        expanded_bytes = sum(map(len, heads.keys)) * sizes.head * (self.key_sends * sizes.element + returned)
-        latent_bytes = self.axis.size * sizes.sent * (self.key_sends * sizes.element + sizes.accumulated)
-        return latent_bytes < expanded_bytes
+        ranks, e, a = self.axis.size, sizes.element, sizes.accumulated
+        heads = split_heads(key_heads, ranks)
+        # Bytes of forward and backward, for a token of each of the U ranks. On the head axis gradients are sent as sums
+        # over ranks if ranks share heads or latents. A ring makes P - 1 hops of U times as many tokens in each stage:
+        # of k and v in forward and in backward, and of their gradients.
+        returned, hop = a if heads.has_shared_heads else e, 2 * e + a
+        nodes = self.inner.sequence_shards if self.inner.sends_keys else 1
+        stages, keys_of_stages = self._stage_counts(key_heads)
+        expanded = (ranks - 1) * sum(map(len, heads.keys)) * (self.key_sends * e + returned)
+        expanded += (nodes - 1) * ranks * keys_of_stages * hop
+        if self.latent_ring is None:
+            latents = ranks * (ranks - 1) * (self.key_sends * e + a) + (nodes - 1) * ranks**2 * stages * hop
+        else:  # hops of single tokens, which are gathered at each of P steps
+            latents = ranks * hop * (nodes - 1 + nodes * (ranks - 1))
+        return latents * sizes.sent < expanded * sizes.head
+
+    def _stage_counts(self, key_heads: tuple[int, ...]) -> tuple[int, int]:
+        """Returns the number of stages, and the sum over stages and ranks of the key/value heads in a stage."""
+        return 1, sum(map(len, split_heads(key_heads, self.axis.size).keys))
 
     def sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
         """Returns the number of tokens of each rank of this axis. Together these ranks have one sequence shard."""
@@ -124,6 +136,8 @@ class Ulysses(HeadMethod):
     def __init__(self, axis: DeviceMesh | Axis, inner: Method | None = None) -> None:
         super().__init__(axis, inner)
         self.redistributes_inputs = self.axis.size > 1 or self.inner.redistributes_inputs
+        has_both_axes = self.axis.size > 1 < self.inner.sequence_shards
+        self.latent_ring = self.inner.gathering(self.axis) if has_both_axes else None
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
         """Runs the inner method's `plan`, with the specs of its calls."""

@@ -187,9 +187,9 @@ class Implementation(ShardedImplementation):
         # Llama 4 has already scaled the queries, by positions counted from the shard's first token.
         query = scale_by_position(module, query, attention_mask.positions)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        scores = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-        call = {"mask": mask, "layout": attention_mask.layout, "expansion": expansion_of(module)}
-        return self.method(q, k, v, **call, **scores), None
+        expansion, layout = expansion_of(module), attention_mask.layout
+        scores: Any = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+        return self.method(q, k, v, mask=mask, layout=layout, expansion=expansion, **scores), None
 
     @compat.never_traced  # it communicates
     def _read_mask(

@@ -7,7 +7,7 @@ all heads. In a prepared model `expand_kv` returns what it gets, and the attenti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -40,12 +40,13 @@ class UnexpandedKeys:
         They are expanded if another implementation is selected, and where the projection is more than a product with a
         plain weight: quantized, with an adapter or hooks, sharded by `tp`, or an FSDP unit of its own.
         """
-        layer, projection = self.layer, self.layer.kv_b_proj
-        is_plain = type(projection) is nn.Linear and projection.bias is None
+        layer: Any = self.layer
+        projection: Any = layer.kv_b_proj
         has_hooks = projection._forward_hooks or projection._forward_pre_hooks
-        if layer.config._attn_implementation != self.implementation or not is_plain or has_hooks:
+        is_plain = not has_hooks and type(projection) is nn.Linear and cast(Any, projection).bias is None
+        if layer.config._attn_implementation != self.implementation or not is_plain:
             return None
-        weight = projection.weight
+        weight: Tensor = cast(Any, projection).weight
         if compat.is_dtensor(weight):
             return None
         return weight.unflatten(0, (-1, layer.qk_nope_head_dim + layer.v_head_dim))
