@@ -194,7 +194,7 @@ class Summed(Method):
         self.shard = self.axis.rank
 
     def forward(self, q, k, v, spec: AttentionSpec):
-        merged = Merge.of(q, v)
+        merged = Merge.of(q, v.shape[3])
         for shard, (keys, values) in enumerate(self._gather(k, v, spec)):
             spec.block(self.shard, shard).forward(q, keys, values, merged)
         out, lse = merged.result()

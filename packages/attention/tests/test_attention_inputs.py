@@ -131,7 +131,7 @@ def test_kernels_get_contiguous_rows(monkeypatch, kernel, kind):
         monkeypatch.setattr(type(kernel), "call_backward", lambda self, *arguments: backward(*arguments))
     q, k, v, dout = ({**ORDERS, **SAME}[kind](x) for x in random_inputs(torch.float32))
     block = BlockAttention(0, 0, kernel, Scores(0.3), 1, ((EVERYTHING, EVERYTHING, (None, 0)),))
-    block.forward(q, k, v, Merge.of(q, v))
+    block.forward(q, k, v, Merge.of(q, v.shape[3]))
     block.backward(dout, q, k, v, dout, torch.zeros(2, N, HEADS), *map(Sum.like, (q, k, v)))
     assert len(kernel_inputs) == 8
     multiple = 1 if isinstance(kernel, CpuFlash) else 8

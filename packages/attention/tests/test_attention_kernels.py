@@ -147,7 +147,7 @@ def pieces_of(kernel, tile: Tile):
 
 def run_kernel(kernel, tile, q, k, v, dout, out, lse, scores):
     """Returns (out, lse, dq, dk, dv) of a tile, accumulated over its pieces."""
-    block, merge = BlockAttention(0, 0, kernel, scores, 1, tuple(pieces_of(kernel, tile))), Merge.of(q, v)
+    block, merge = BlockAttention(0, 0, kernel, scores, 1, tuple(pieces_of(kernel, tile))), Merge.of(q, v.shape[3])
     block.forward(q, k, v, merge)
     sums = [Sum.like(x) for x in (q, k, v)]
     block.backward(dout, q, k, v, out, lse, *sums)
@@ -235,7 +235,7 @@ def run_block(kernel, mask, key_heads=(0, 0, 1, 1), tokens=64):
     q, k, v, dout = (torch.randn(2, tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
     layout = SequenceLayout.zigzag(tokens, 1)
     block = AttentionSpec(mask, layout, layout, Scores(0.4), key_heads, kernel).block(0, 0)
-    merge, sums = Merge.of(q, v), [Sum.like(x) for x in (q, k, v)]
+    merge, sums = Merge.of(q, v.shape[3]), [Sum.like(x) for x in (q, k, v)]
     block.forward(q, k, v, merge)
     out, lse = merge.result()
     block.backward(dout, q, k, v, out, lse, *sums)

@@ -35,7 +35,7 @@ class GatheredQueries(Method):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Saved]:
         (all_q,) = self._gather([q], spec)
-        accumulator = Merge.of(all_q, v)
+        accumulator = Merge.of(all_q, v.shape[3])
         self._block(spec).forward(all_q, k, v, accumulator)
         partial_result = accumulator.result()
         del all_q, accumulator
