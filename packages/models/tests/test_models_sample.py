@@ -98,7 +98,7 @@ def test_half_precision_continues_as_its_full_forward():
 
 
 @pytest.mark.parametrize(
-    ("policy", "attention"), [("layer", Local()), ("attention_output", UPipe.for_method(Local(), 2))], ids=str
+    ("policy", "attention"), [("layer", Local()), ("attention_output", UPipe.for_method(Local(), 2))]
 )
 def test_checkpoint_policies_are_suspended_and_restored(policy, attention):
     model = build(attention=attention)
