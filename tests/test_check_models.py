@@ -30,7 +30,7 @@ def test_report_lists_sixty_right_architectures():
     assert "wrong" not in verdicts
 
 
-@pytest.mark.long
+@pytest.mark.long  # reproduces docs/benchmarks/check.md
 @pytest.mark.parametrize("family", [row["model type"] for row in rows() if row["verdict"] == "right"])
 def test_check_passes_right_architectures(worlds, family):
     outcome = benchmark().outcome(family, worlds)
