@@ -68,6 +68,8 @@ class UPipe(HeadMethod, StagedMethod):
             method, or has a head axis itself, or one of its axes does not form a grid of ranks with this one.
     """
 
+    key_sends = 2
+
     def __init__(
         self,
         axis: DeviceMesh | Axis,
@@ -95,7 +97,7 @@ class UPipe(HeadMethod, StagedMethod):
 
     def _set_options(self, heads_per_stage: int | None, prefetch: bool) -> None:
         count = heads_per_stage if heads_per_stage is None else check_heads_per_stage(heads_per_stage, self.axis.size)
-        self.heads_per_stage, self.prefetch, self.key_sends = count, prefetch, 2
+        self.heads_per_stage, self.prefetch = count, prefetch
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
