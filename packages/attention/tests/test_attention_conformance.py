@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.attention import AttentionMask, AttentionSpec, Local, Method, Saved, Ulysses
-from armillary.attention.tiling.merge import Merge, Sum
+from armillary.attention.tiling.accumulators import Merge, Sum
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh
 from conformance import (

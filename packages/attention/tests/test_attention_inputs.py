@@ -33,8 +33,8 @@ from armillary.attention.kernels import (
     top_left,
 )
 from armillary.attention.parts import FlashAttn3
+from armillary.attention.tiling.accumulators import EVERYTHING, Merge, Sum
 from armillary.attention.tiling.block import BlockAttention
-from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.comm_plans.comm_plan import AttentionShape, CommPlan, Role
 from armillary.attention.comm_plans.heads import UlyssesPlan, UPipePlan, head_stages
 from armillary.attention.comm_plans.method_plan import HeadPlan, HeadStages, MethodPlan, SequencePlan
-from armillary.attention.comm_plans.nodes import DoubleRingPlan, TokenRingOverNodesPlan
+from armillary.attention.comm_plans.node_ring_plans import DoubleRingPlan, TokenRingOverNodesPlan
 from armillary.attention.comm_plans.rings import AllGatherPlan, LocalPlan, RingPlan, TokenRingPlan, WallFacerPlan
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.all_gather import AllGatherKV

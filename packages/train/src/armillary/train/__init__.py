@@ -18,8 +18,8 @@ from armillary.train.config.sections import (
 
 if TYPE_CHECKING:
     from armillary.train.build import prepare, process_group
-    from armillary.train.metrics import Summary
     from armillary.train.step import Run
+    from armillary.train.step_metrics import Summary
     from armillary.train.trainer import train, train_loop
 
 __all__ = [
@@ -43,7 +43,7 @@ __all__ = [
 
 _SLOW_MODULES = {
     "armillary.train.step": ("Run",),
-    "armillary.train.metrics": ("Summary",),
+    "armillary.train.step_metrics": ("Summary",),
     "armillary.train.build": ("prepare", "process_group"),
     "armillary.train.trainer": ("train", "train_loop"),
 }

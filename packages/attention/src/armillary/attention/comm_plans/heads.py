@@ -27,7 +27,7 @@ from armillary.attention.comm_plans.comm_plan import (
 from armillary.attention.comm_plans.method_plan import HeadPlan, HeadStages, InnerPlan, Sizes
 from armillary.attention.comm_plans.rings import TokenSends, ring_reduce_sends, rotation_sends
 from armillary.attention.methods.head_shards import check_heads, split_heads, stages_of
-from armillary.attention.rotation.nodes import NodeRings
+from armillary.attention.rotation.node_rings import NodeRings
 
 
 @dataclass(frozen=True)

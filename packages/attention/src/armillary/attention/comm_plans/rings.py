@@ -1,6 +1,6 @@
 """Plans of the methods on one sequence axis: `Local`, `AllGatherKV`, `Ring`, `TokenRing` and `WallFacer`.
 
-The steps of rings are also those of rings between nodes (`nodes.py`).
+The steps of rings are also those of rings between nodes (`node_ring_plans.py`).
 """
 
 from __future__ import annotations

@@ -3,6 +3,6 @@
 """Attention masks: the keys that each query sees, in global positions."""
 
 from armillary.attention.mask.attention_mask import AttentionMask, BoundedCache, Documents, layout_of
-from armillary.attention.mask.listed_patterns import Blocks, Slice, SliceList, Tree
 from armillary.attention.mask.patterns import Chunked, ImageSpans, Pattern, Prefix, RowMasks
+from armillary.attention.mask.trees_and_blocks import Blocks, Slice, SliceList, Tree
 from armillary.core.parts import Window

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from armillary.attention.mask.listed_patterns import Blocks, Slice, SliceList, Tree
 from armillary.attention.mask.patterns import (
     Chunked,
     Ends,
@@ -30,6 +29,7 @@ from armillary.attention.mask.patterns import (
     offsets,
     short_repr,
 )
+from armillary.attention.mask.trees_and_blocks import Blocks, Slice, SliceList, Tree
 from armillary.core import Segments, SequenceLayout
 from armillary.core.parts import (
     Integers,

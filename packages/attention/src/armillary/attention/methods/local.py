@@ -6,8 +6,8 @@ from torch import Tensor
 
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
+from armillary.attention.tiling.accumulators import Merge, Sum
 from armillary.attention.tiling.latents import Expansion, block_of, value_dim
-from armillary.attention.tiling.merge import Merge, Sum
 
 
 class Local(Method):

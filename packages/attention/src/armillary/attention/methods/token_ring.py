@@ -26,9 +26,9 @@ from armillary.attention.methods.base import Method
 from armillary.attention.rotation.reduce import DirectReduce, Partials, Reduction
 from armillary.attention.rotation.rotate import RotatingShard, Rotation
 from armillary.attention.rotation.topology import RingTopology
+from armillary.attention.tiling.accumulators import Merge, Sum
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.latents import Expansion
-from armillary.attention.tiling.merge import Merge, Sum
 from armillary.core import Axis, TokenRanges
 from armillary.core.parts import Side
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from armillary.attention.kernels import Kernel, PackingKernel, Scores, contiguous_rows
 from armillary.attention.kernels.kernel import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, Sequences
 from armillary.attention.mask import Window
+from armillary.attention.tiling.accumulators import WHOLE_DIM, Merge, PackedTokens, Sum, TilePart
 from armillary.attention.tiling.grid import Grid
-from armillary.attention.tiling.merge import WHOLE_DIM, Merge, PackedTokens, Sum, TilePart
 from armillary.attention.tiling.tiles import repeat_indices
 from armillary.core import TokenRanges, Trace, span
 from armillary.core.parts import NO_SPAN, compat

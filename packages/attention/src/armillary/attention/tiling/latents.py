@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from armillary.attention.tiling.accumulators import EVERYTHING, Merge, Sum
 from armillary.attention.tiling.block import BlockAttention, RingBlock
-from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
 from armillary.core import Axis, accumulation_dtype, start_all_gather, start_reduce_scatter
 
 

@@ -18,7 +18,6 @@ from torch import nn
 from armillary.attention import ContextParallel, Method
 from armillary.attention.parts import check_method, method_of_implementation
 from armillary.integrations.transformers.implementation import Implementation, StateHook
-from armillary.integrations.transformers.latents import send_latents
 from armillary.integrations.transformers.models import (
     check_layers_attend,
     check_model,
@@ -43,6 +42,7 @@ from armillary.integrations.transformers.positions import (
     repeats_positions,
 )
 from armillary.integrations.transformers.states import has_sharded_states, route_states
+from armillary.integrations.transformers.unexpanded_keys import send_latents
 
 MARK = "armillary_checks_sharding"
 """Attribute of the wrapper, so that a second registration does not wrap it again."""

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from armillary.attention.call.spec import AttentionMethod, AttentionSpec, Saved
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.attention.tiling.accumulators import EVERYTHING, Merge, Sum
 from armillary.attention.tiling.grid import Grid, PartialLayout, grid_of, spans_at
 from armillary.attention.tiling.latents import Expansion
-from armillary.attention.tiling.merge import EVERYTHING, Merge, Sum
 from armillary.core import SequenceLayout
 
 

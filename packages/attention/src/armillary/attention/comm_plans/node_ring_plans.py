@@ -39,7 +39,7 @@ from armillary.attention.comm_plans.rings import (
 )
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.ring import Backward, check_backward
-from armillary.attention.rotation.nodes import NodeRings, NodeStep
+from armillary.attention.rotation.node_rings import NodeRings, NodeStep
 from armillary.attention.rotation.topology import RotatingSide
 from armillary.attention.tiling.grid import PartialLayout
 
