@@ -87,6 +87,13 @@ def test_rows_decode_to_text_with_ends_of_documents():
     assert set(actual[4:]) == {b""}
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_labels_of_every_kind_of_shard_are_the_next_tokens(kind):
+    ranks = every_shard(STORE, getattr(SequenceLayout, kind)(N, 4), rows_per_batch=4)
+    tokens, labels, _ = joined([rank.batch(0) for rank in ranks])
+    assert labels.tolist() == [expected_row(row, LENGTHS)[0] for row in tokens.tolist()]
+
+
 def test_labels_continue_where_a_row_splits_a_document_and_stop_at_its_end():
     batch = single_rank_rows(numbered([7]), 3, rows_per_batch=3).batch(0)
     labels = {tuple(row): label for row, label in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True)}
