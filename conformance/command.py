@@ -28,8 +28,8 @@ from armillary.core.testing import STAGED, World
 from armillary.data.console.units import count_argument
 from conformance.case import Case
 from conformance.compositions import METHODS, Composition, compositions
-from conformance.draw import RANKS, Trial, drawn, with_latents
-from conformance.report import KINDS_OF_CASES, Report
+from conformance.draw import KINDS_OF_CASES, RANKS, Trial, drawn, with_latents
+from conformance.report import Report
 from conformance.run import run
 from conformance.sample import DTYPES, product_cases
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from random import Random
 from typing import Any, NamedTuple
@@ -12,7 +13,18 @@ import torch
 
 from armillary.attention.mask import layout_of
 from armillary.core.parts import dtensor
-from conformance.case import EVERYTHING, GRADIENTS, KINDS, LAYOUTS, MEMORY, SAVING, SINKS, Case
+from conformance.case import (
+    EVERYTHING,
+    GRADIENTS,
+    KINDS,
+    LAYOUTS,
+    MEMORY,
+    PATTERNS,
+    SAVING,
+    SINKS,
+    Case,
+    mask_kinds,
+)
 from conformance.compositions import METHODS, Composition, compositions
 from conformance.draw_masks import drawn_mask
 from conformance.tensors import drawn_layout
@@ -30,6 +42,35 @@ class Trial(NamedTuple):
     case: Case
     seed: int = 0
     number: int = 0
+
+
+def _has_mask(name: str, trial: Trial) -> bool:
+    return name in mask_kinds(trial.case.mask)
+
+
+KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
+    "strided": lambda trial: trial.case.memory != "plain",
+    "strided-dout": lambda trial: trial.case.gradient != "plain",
+    "autocast": lambda trial: trial.case.autocast is not None,
+    "checkpointed": lambda trial: trial.case.saving != "autograd",
+    "compiled": lambda trial: trial.case.compiled,
+    "dtensors": lambda trial: trial.case.dtensor,
+    "dtensors-uneven": lambda trial: trial.case.dtensor and trial.case.length % trial.composition.shards != 0,
+    "dtensors-batch": lambda trial: "b" in trial.case.beside,
+    "dtensors-heads": lambda trial: "h" in trial.case.beside,
+    "dtensors-weights": lambda trial: trial.case.dtensor and trial.case.projected and trial.case.weights,
+    "projected": lambda trial: trial.case.projected,
+    "latents": lambda trial: trial.case.latent is not None,
+    "cross-attention": lambda trial: trial.case.is_cross_attention,
+    "documents": lambda trial: trial.case.mask.documents is not None,
+    "patterns": lambda trial: trial.case.mask.pattern is not None,
+    **{name: partial(_has_mask, name) for name in PATTERNS.values()},
+    "sinks": lambda trial: trial.case.sinks > 0,
+    "sinks-several": lambda trial: trial.case.sinks > 1,
+    "softcap": lambda trial: trial.case.softcap is not None,
+    "scale<=0": lambda trial: trial.case.softmax_scale <= 0,
+}
+"""Kinds of cases by name, for the table and for `--kind`."""
 
 
 def drawn(seed: int, index: int) -> Trial:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +14,8 @@ import torch
 
 from armillary.core.parts import writing
 from armillary.data.console import Column, print_table
-from conformance.case import PATTERNS, mask_kinds
-from conformance.draw import Trial
+from conformance.draw import KINDS_OF_CASES, Trial
 from conformance.run import Verdict
-
-
-def _has_mask(name: str, trial: Trial) -> bool:
-    return name in mask_kinds(trial.case.mask)
-
-
-KINDS_OF_CASES: Mapping[str, Callable[[Trial], bool]] = {
-    "strided": lambda trial: trial.case.memory != "plain",
-    "strided-dout": lambda trial: trial.case.gradient != "plain",
-    "autocast": lambda trial: trial.case.autocast is not None,
-    "checkpointed": lambda trial: trial.case.saving != "autograd",
-    "compiled": lambda trial: trial.case.compiled,
-    "dtensors": lambda trial: trial.case.dtensor,
-    "dtensors-uneven": lambda trial: trial.case.dtensor and trial.case.length % trial.composition.shards != 0,
-    "dtensors-batch": lambda trial: "b" in trial.case.beside,
-    "dtensors-heads": lambda trial: "h" in trial.case.beside,
-    "dtensors-weights": lambda trial: trial.case.dtensor and trial.case.projected and trial.case.weights,
-    "projected": lambda trial: trial.case.projected,
-    "latents": lambda trial: trial.case.latent is not None,
-    "cross-attention": lambda trial: trial.case.is_cross_attention,
-    "documents": lambda trial: trial.case.mask.documents is not None,
-    "patterns": lambda trial: trial.case.mask.pattern is not None,
-    **{name: partial(_has_mask, name) for name in PATTERNS.values()},
-    "sinks": lambda trial: trial.case.sinks > 0,
-    "sinks-several": lambda trial: trial.case.sinks > 1,
-    "softcap": lambda trial: trial.case.softcap is not None,
-    "scale<=0": lambda trial: trial.case.softmax_scale <= 0,
-}
-"""Kinds of cases by name, for the table and for `--kind`."""
 
 HEADS = (
     *(Column(name, text=True) for name in ("method", "dtype")),
