@@ -166,7 +166,7 @@ class AttentionMethod(ABC):
     sends_keys: bool = True
     """False if keys stay on their ranks."""
     send_latents: bool | None = None
-    """Whether latents are sent if there are any; None: if that sends fewer bytes than expanded keys (`latents_pay`)."""
+    """True sends latents, False expanded keys; None sends what has fewer bytes (`latents_pay`)."""
     head_axis: Axis | None = None
     """The axis that divides the heads, if there is one."""
     flat_axis: Axis | None = None
@@ -256,7 +256,7 @@ class AttentionMethod(ABC):
         Args:
             key_heads: as in `AttentionSpec`.
         """
-        return False
+        return self.sends_keys and len(set(key_heads)) * sizes.head > sizes.sent
 
     def gathering(self, devices: Axis) -> AttentionMethod | None:
         """Returns the same method for latents of which each rank of `devices`, the axis of an outer method, has some.

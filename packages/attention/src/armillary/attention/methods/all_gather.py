@@ -20,7 +20,7 @@ from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
 from armillary.attention.tiling.accumulators import WHOLE_DIM, Merge, Sum
 from armillary.attention.tiling.block import RingBlock
-from armillary.attention.tiling.latents import Expansion, LatentSizes, block_of, value_dim
+from armillary.attention.tiling.latents import Expansion, block_of, value_dim
 from armillary.core import Axis, start_all_gather, start_reduce_scatter
 
 
@@ -82,9 +82,6 @@ class AllGatherKV(Method):
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
         """Computes the tiles of calls with `spec` on `rows` rows of the batch, before they run."""
         self._one_shard_spec(spec).plan_block(rows, self.axis.rank, 0)
-
-    def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
-        return len(set(key_heads)) * sizes.head > sizes.sent
 
     def _blocks(self, spec: AttentionSpec, expansion: Expansion | None) -> Iterator[tuple[RingBlock, slice]]:
         """Yields the attention of this rank's queries over some of the gathered keys, and the tokens of these keys.

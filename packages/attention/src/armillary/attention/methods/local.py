@@ -18,6 +18,7 @@ class Local(Method):
 
     fits_inside_ring = True
     takes_latents = True
+    sends_keys = False
     shards = 1
     shard = 0
     sequence_shards = 1

@@ -35,7 +35,7 @@ from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.accumulators import Merge, Sum
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.grid import Grid
-from armillary.attention.tiling.latents import Expansion, GatheredBlock, LatentSizes, block_of, value_dim
+from armillary.attention.tiling.latents import Expansion, GatheredBlock, block_of, value_dim
 from armillary.core import Axis, TokenRanges, accumulation_dtype
 from armillary.core.parts import Side, check_choice
 
@@ -139,9 +139,6 @@ class Ring(Method):
             sums.push(current.step, [grad.result() for grad in key_grads])
         dk, dv = sums.finish()
         return dq.value(), dk, dv
-
-    def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
-        return len(set(key_heads)) * sizes.head > sizes.sent
 
     def gathering(self, devices: Axis) -> Ring | None:
         """Returns the ring that rotates latents which the ranks of `devices` share; None with an inner method."""

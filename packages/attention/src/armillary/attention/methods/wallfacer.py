@@ -39,7 +39,7 @@ from armillary.attention.methods.base import Method
 from armillary.attention.methods.ring import Backward, Ring
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
-from armillary.attention.tiling.latents import Expansion, LatentSizes
+from armillary.attention.tiling.latents import Expansion
 from armillary.core import (
     Axis,
     FlatBuffer,
@@ -134,9 +134,6 @@ class WallFacer(Method):
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
     ) -> tuple[Tensor, Saved]:
         return self.forward_prefetched(None, q, k, v, spec, expansion)
-
-    def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
-        return self.team_ring.latents_pay(key_heads, sizes)
 
     def forward_prefetched(
         self,

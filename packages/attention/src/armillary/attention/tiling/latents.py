@@ -12,7 +12,6 @@ keys exist for one block at a time, and are computed again in backward. Without 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,13 +74,6 @@ class Expansion:
         dtype = accumulation_dtype(latents.dtype)
         drotary = dk[..., self.key_rows :].sum(2, keepdim=True, dtype=dtype)
         return drotary, torch.matmul(grads, self.weight.flatten(0, 1)).unsqueeze(2).to(dtype)
-
-    def differentiate(
-        self, k: Tensor, v: Tensor, backward: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (dq, dk, dv) for rotary keys and latents, from a function of expanded k and v to (dq, dk, dv)."""
-        dq, dk, dv = backward(*self.expand(k, v))
-        return dq, *self.collapse(v, dk, dv)
 
 
 class LatentSizes(NamedTuple):
