@@ -49,25 +49,25 @@ def attend(
     v: Tensor,
     sinks: Tensor | None,
     options: AttentionOptions,
-    *weight: Tensor,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (out [B, T, H, Dv], lse [B, T, H]). lse is empty if the call does not need it.
 
     Args:
         weight: of the expansion, if k and v are rotary keys and latents.
     """
-    if not q.dtype == k.dtype == v.dtype or (weight and weight[0].dtype != q.dtype):
-        # Outside of autocast `check_call` refuses them.
-        q, k, v, *cast_weight = cast_for_autocast(q, k, v, *weight)
-        weight = tuple(cast_weight)
+    tensors = (q, k, v) if weight is None else (q, k, v, weight)
+    if not q.dtype == k.dtype == v.dtype or (weight is not None and weight.dtype != q.dtype):
+        tensors = cast_for_autocast(*tensors)  # outside of autocast `check_call` refuses them
     if torch.compiler.is_compiling():
         # The op checks shapes, layout and mask when the graph runs, because a graph must not depend on Python objects.
         check_sinks(sinks, q.shape[-2], q.device)
-        return trace(GraphCall.of(method, options, q.shape[1], k.shape[1]), [q, k, v, *weight], sinks)
+        return trace(GraphCall.of(method, options, q.shape[1], k.shape[1]), list(tensors), sinks)
     if compat.transforms_on():
-        check_transforms(q, k, v, sinks, *weight)  # before a layout is made: dynamo cannot trace that under torch.func
-    call = AttentionCall(method, check_call(method, q, k, v, sinks, options, *weight), options.return_lse)
-    return run(call, sinks, q, k, v, *weight)
+        check_transforms(*tensors, sinks)  # before a layout is made: dynamo cannot trace that under torch.func
+    q, k, v, *weights = tensors
+    spec = check_call(method, q, k, v, sinks, options, *weights)
+    return run(AttentionCall(method, spec, options.return_lse), sinks, *tensors)
 
 
 def project(

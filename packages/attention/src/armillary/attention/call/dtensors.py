@@ -70,8 +70,7 @@ def attend_dtensors(
     sinks, expansion = [dtensor.local_of(x, axes) if isinstance(x, DTensor) else x for x in (sinks, expansion)]
     # Latents have no heads: ranks with other heads have a share of their gradients.
     local_q, local_k, local_v = [dtensor.local_of(x, () if expansion is None else axes) for x in qkv.values()]
-    weight = [] if expansion is None else [expansion]
-    local_out, lse = attend(method, local_q, local_k, local_v, sinks, options, *weight)
+    local_out, lse = attend(method, local_q, local_k, local_v, sinks, options, expansion)
     out = dtensor.result_like(placed_q, local_out, (*q.shape[:3], local_out.shape[3]))
     return (out, dtensor.result_like(placed_q, lse, q.shape[:3])) if options.return_lse else out
 

@@ -158,7 +158,7 @@ class Method(AttentionMethod):
             from armillary.attention.call.dtensors import attend_dtensors
 
             return attend_dtensors(self, q, k, v, sinks, options, expansion)
-        out, lse = attend(self, q, k, v, sinks, options, *([] if expansion is None else [expansion]))
+        out, lse = attend(self, q, k, v, sinks, options, expansion)
         return (out, lse) if return_lse else out
 
     def projected(
