@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
@@ -12,22 +12,16 @@ from armillary.attention.comm_plans.comm_plan import (
     CommPlan,
     Move,
     Payload,
-    Send,
     Step,
     Steps,
-    all_gather,
-    move,
     overlap,
-    planned_grid,
-    reduce_scatter,
     send_to_each,
     side_by_side,
     steps,
 )
 from armillary.attention.comm_plans.method_plan import HeadPlan, HeadStages, InnerPlan, Sizes
-from armillary.attention.comm_plans.rings import TokenSends, ring_reduce_sends, rotation_sends
+from armillary.attention.comm_plans.node_ring_plans import gathering_ring_plan
 from armillary.attention.methods.head_shards import check_heads, split_heads, stages_of
-from armillary.attention.rotation.node_rings import NodeRings
 
 
 @dataclass(frozen=True)
@@ -231,54 +225,6 @@ class HeadMoves:
             forward=side_by_side([(plan.forward, ranks) for plan, ranks in inner_plans], total),
             backward=side_by_side([(plan.backward, ranks) for plan, ranks in inner_plans], total),
         )
-
-
-def gathering_ring_plan(work: AttentionShape, heads: Sequence[range]) -> CommPlan:
-    """Returns the plan of a ring between P nodes that rotates latents, which U ranks gather at each step.
-
-    Args:
-        work: the call, with layouts over the nodes.
-        heads: for each of the U ranks of a node, its query heads.
-    """
-    devices, nodes = len(heads), work.layout.shards
-    layout, key_layout = work.layout.refine(devices), work.key_layout.refine(devices)
-    grid = planned_grid(work.layout, key_layout, work.mask)
-    rings = NodeRings(nodes, devices, "keys", layout, key_layout, grid)
-    kv, dkv = work.payload("k", "v"), work.payload("dk", "dv")
-
-    def between_nodes(token_sends: TokenSends, step: int, payload: Payload) -> Move:
-        sends = (
-            Send(source * devices + device, target * devices + device, count * payload.size)
-            for device, ring in enumerate(rings.rings)
-            for source, target, count in token_sends(ring, grid, step)
-        )
-        return move("p2p", "ring", payload.tensors, sends)
-
-    def run(is_backward: bool) -> Iterator[Step]:
-        returning = list[Move]()
-        for step in range(nodes):
-            node_steps = [(node, rings.step(node, step)) for node in range(nodes)]
-            visible = [(range(node * devices, (node + 1) * devices), x) for node, x in node_steps if x is not None]
-            groups, tokens, pairs = [ranks for ranks, _ in visible], [0] * nodes * devices, [0] * nodes * devices
-            for ranks, node_step in visible:
-                node_pairs = sum(grid.pairs(ranks.start // devices, key, work.batch) for key in node_step.key_shards)
-                for device, rank in enumerate(ranks):
-                    tokens[rank] = node_step.key_layout.sizes[device]
-                    pairs[rank] = node_pairs * len(heads[device])
-
-            def within_node(gathers: Callable[..., Move], *names: str) -> list[Move]:
-                moves = (gathers(groups, tokens, work.payload(name)) for name in names)  # noqa: B023 - used at once
-                return [x._replace(axis="ulysses") for x in moves]
-
-            yield Step(tuple(within_node(all_gather, "k", "v")))
-            yield Step((between_nodes(rotation_sends, step, kv), *returning), tuple(pairs))
-            returning = list[Move]()
-            if is_backward:
-                yield Step(tuple(within_node(reduce_scatter, "dk", "dv")))
-                returning = [between_nodes(ring_reduce_sends, step, dkv)] if step else []
-        yield Step(tuple(returning))
-
-    return CommPlan(steps(*run(is_backward=False)), steps(*run(is_backward=True)))
 
 
 @lru_cache(maxsize=1024)  # the stages of UPipe have equal ones, and so have all methods around which a search puts it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,7 +15,10 @@ from armillary.attention.comm_plans.comm_plan import (
     Send,
     Step,
     Steps,
+    all_gather,
     move,
+    planned_grid,
+    reduce_scatter,
     side_by_side,
     steps,
 )
@@ -160,21 +163,12 @@ class NodeSteps:
         """Returns the steps of forward or backward: `rotating` tensors and `sums` of gradients travel between nodes."""
         result, pending_moves = list[Step](), list[Move]()
         for step in range(self.rings.nodes):
-            shard_move = self._move(rotation_sends, step, rotating)
+            shard_move = move_between_nodes(self.rings, rotation_sends, step, rotating)
             result += spread([shard_move, *pending_moves], self._attend(step, inner_steps))
             # The sums of a step are sent during the next step. At step 0 each device computes with its node's own
             # shards, whose sums stay.
-            pending_moves = [self._move(ring_reduce_sends, step, sums)] if sums and step else []
+            pending_moves = [move_between_nodes(self.rings, ring_reduce_sends, step, sums)] if sums and step else []
         return steps(*result, Step(tuple(pending_moves)))
-
-    def _move(self, token_sends: TokenSends, step: int, payload: Payload) -> Move:
-        devices = self.rings.devices
-        sends = (
-            Send(source * devices + device, target * devices + device, count * payload.size)
-            for device, ring in enumerate(self.rings.rings)
-            for source, target, count in token_sends(ring, self.rings.grid, step)
-        )
-        return move("p2p", "nodes", payload.tensors, sends)
 
     def _attend(self, step: int, inner_steps: Callable[[CommPlan], Steps]) -> Steps:
         # All nodes run the steps of their inner methods at the same time.
@@ -203,6 +197,57 @@ class NodeSteps:
             ("nodes", rings.devices, rings.rotating_side),
             lambda: [[node_step(node, step) for node in nodes] for step in nodes],
         )
+
+
+def move_between_nodes(rings: NodeRings, token_sends: TokenSends, step: int, payload: Payload) -> Move:
+    """Returns the sends between nodes that start at a step, in the rings of all devices."""
+    devices = rings.devices
+    sends = (
+        Send(source * devices + device, target * devices + device, count * payload.size)
+        for device, ring in enumerate(rings.rings)
+        for source, target, count in token_sends(ring, rings.grid, step)
+    )
+    return move("p2p", "nodes", payload.tensors, sends)
+
+
+def gathering_ring_plan(work: AttentionShape, heads: Sequence[range]) -> CommPlan:
+    """Returns the plan of a `GatheringRing`: latents rotate between P nodes, whose U ranks gather them at each step.
+
+    Args:
+        work: the call, with layouts over the nodes.
+        heads: for each of the U ranks of a node, its query heads.
+    """
+    devices, nodes = len(heads), work.layout.shards
+    layout, key_layout = work.layout.refine(devices), work.key_layout.refine(devices)
+    grid = planned_grid(work.layout, key_layout, work.mask)
+    rings = NodeRings(nodes, devices, "keys", layout, key_layout, grid)
+
+    # Nodes are the ring axis here, and the devices of a node the head axis.
+    def rotate(token_sends: TokenSends, step: int, *tensors: str) -> Move:
+        return move_between_nodes(rings, token_sends, step, work.payload(*tensors))._replace(axis="ring")
+
+    def run(is_backward: bool) -> Iterator[Step]:
+        returning = list[Move]()
+        for step in range(nodes):
+            groups, tokens, pairs = list[range](), [0] * nodes * devices, [0] * nodes * devices
+            for node in range(nodes):
+                if (node_step := rings.step(node, step)) is None:  # no query of the node sees a key
+                    continue
+                groups.append(range(node * devices, (node + 1) * devices))
+                node_pairs = sum(grid.pairs(node, shard, work.batch) for shard in node_step.key_shards)
+                for device, rank in enumerate(groups[-1]):
+                    tokens[rank] = node_step.key_layout.sizes[device]
+                    pairs[rank] = node_pairs * len(heads[device])
+            gathers = [all_gather(groups, tokens, work.payload(name)) for name in ("k", "v")]
+            yield Step(tuple(gather._replace(axis="ulysses") for gather in gathers))
+            yield Step((rotate(rotation_sends, step, "k", "v"), *returning), tuple(pairs))
+            if is_backward:
+                scatters = [reduce_scatter(groups, tokens, work.payload(name)) for name in ("dk", "dv")]
+                yield Step(tuple(scatter._replace(axis="ulysses") for scatter in scatters))
+                returning = [rotate(ring_reduce_sends, step, "dk", "dv")] if step else []
+        yield Step(tuple(returning))
+
+    return CommPlan(steps(*run(is_backward=False)), steps(*run(is_backward=True)))
 
 
 def within_node(node_step: NodeStep, inner: Steps) -> Steps:

@@ -174,11 +174,9 @@ class Ulysses(HeadMethod):
         q = pending_q()
         del pending_q
         # 2. Attention of this rank's heads over all tokens of its sequence shard.
-        if expansion is None:
-            out, saved = self.inner.forward(q, k, v, inner_spec)
-        else:
-            own_heads, inner = expansion.of_heads(heads.keys[self.axis.rank]), self.latent_ring or self.inner
-            out, saved = inner.forward(q, k, v, inner_spec, own_heads)
+        own_expansion = () if expansion is None else (expansion.of_heads(heads.keys[self.axis.rank]),)
+        inner = self.inner if expansion is None else self.latent_ring or self.inner
+        out, saved = inner.forward(q, k, v, inner_spec, *own_expansion)
         # 3. All-to-all, head shards back to sequence shards.
         return start_head_to_seq(out, self.axis, sizes, heads.queries).wait(), saved
 
@@ -189,11 +187,9 @@ class Ulysses(HeadMethod):
         # 3, reversed. The saved tensors are head shards already: only dout is exchanged.
         head_dout = start_seq_to_head(dout, self.axis, sizes, heads.queries).wait()
         # 2, reversed.
-        if expansion is None:
-            dq, dk, dv = self.inner.backward(head_dout, saved, inner_spec)
-        else:
-            own_heads, inner = expansion.of_heads(heads.keys[self.axis.rank]), self.latent_ring or self.inner
-            dq, dk, dv = inner.backward(head_dout, saved, inner_spec, own_heads)
+        own_expansion = () if expansion is None else (expansion.of_heads(heads.keys[self.axis.rank]),)
+        inner = self.inner if expansion is None else self.latent_ring or self.inner
+        dq, dk, dv = inner.backward(head_dout, saved, inner_spec, *own_expansion)
         # 1, reversed: dq, dk and dv are in flight at once. If ranks share a key/value head, or a latent, each has a
         # partial sum of its dk and dv. These are sent in the accumulation dtype, and the receiver adds them up.
         has_shared_heads = heads.has_shared_heads or expansion is not None
