@@ -10,16 +10,13 @@ each repeat; figures are medians of the ratios within a repeat. Results are chec
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from contenders import RACES, Race, Shapes, race
-from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
+from network import leave_on_signals, obstacle, results_of
 from picture import draw
 from predict import Kernels, predicted
 from verdict import verdict
@@ -53,13 +50,8 @@ def main() -> None:
 
 def run(chosen: Race, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs `measure.py` on the cluster and returns its results."""
-    with TemporaryDirectory() as folder, EmulatedCluster(chosen.cluster) as emulated:
-        path = Path(folder) / "found.json"
-        flags = ["--tokens", str(options.tokens), "--repeats", str(options.repeats), "--out", str(path)]
-        flags += ["--methods", *options.methods]
-        program = [sys.executable, str(HERE / "measure.py"), name, *flags]
-        wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
-        return json.loads(path.read_text())
+    flags = ["--tokens", str(options.tokens), "--repeats", str(options.repeats), "--methods", *options.methods]
+    return results_of(chosen.cluster, HERE / "measure.py", name, *flags)
 
 
 def write(name: str, chosen: Race, result: dict[str, Any], folder: Path) -> str:

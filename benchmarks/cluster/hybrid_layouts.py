@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
+from network import leave_on_signals, obstacle, results_of
 from predict import BACKWARD, FORWARD
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -166,14 +164,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=count_argument(), nargs="+", default=[64, 256, 1024], help="tokens per rank")
     parser.add_argument("--turns", type=count_argument(), default=5)
-    parser.add_argument("--measure", type=Path, help="run as one rank, and write the results to this file")
+    parser.add_argument("--out", type=Path, help="run as one rank, and write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.measure is not None:
+    if options.out is not None:
         dist.init_process_group("gloo")
         results = {tokens: measure(tokens, options.turns) for tokens in options.tokens}
         if dist.get_rank() == 0:
-            options.measure.write_text(json.dumps(results))
+            options.out.write_text(json.dumps(results))
         dist.barrier()
         dist.destroy_process_group()
         return
@@ -181,12 +179,8 @@ def main() -> None:
         print(f"skipped: {reason}", file=sys.stderr)
         return
     leave_on_signals()
-    with TemporaryDirectory() as folder, EmulatedCluster(network()) as emulated:
-        path = Path(folder) / "results.json"
-        numbers = [*map(str, options.tokens), "--turns", str(options.turns), "--measure", str(path)]
-        program = [sys.executable, __file__, "--tokens", *numbers]
-        wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
-        results = json.loads(path.read_text())
+    flags = ["--tokens", *map(str, options.tokens), "--turns", str(options.turns)]
+    results = results_of(network(), Path(__file__), *flags)
     print("| tokens a rank | layout | MB sent by rank 0 | measured | of zigzag | predicted | of zigzag |")
     print("|---|---|---|---|---|---|---|")
     for tokens in options.tokens:

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from network import QUIET, EmulatedCluster, leave_on_signals, obstacle, wait
+from network import leave_on_signals, obstacle, results_of
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, Method, build_attention
@@ -95,14 +93,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=count_argument(), nargs="+", default=[64, 128], help="tokens per rank")
     parser.add_argument("--turns", type=count_argument(), default=5)
-    parser.add_argument("--measure", type=Path, help="run as one rank, and write the results to this file")
+    parser.add_argument("--out", type=Path, help="run as one rank, and write the results to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.measure is not None:
+    if options.out is not None:
         dist.init_process_group("gloo")
         results = {tokens: measure(tokens, options.turns) for tokens in options.tokens}
         if dist.get_rank() == 0:
-            options.measure.write_text(json.dumps(results))
+            options.out.write_text(json.dumps(results))
         dist.barrier()
         dist.destroy_process_group()
         return
@@ -113,12 +111,8 @@ def main() -> None:
     print("| network | tokens a rank | method | MB sent by rank 0: expanded, latents | tokens/s | times as many |")
     print("|---|---|---|---|---|---|")
     for cluster in CLUSTERS:
-        with TemporaryDirectory() as folder, EmulatedCluster(Cluster.named(cluster)) as emulated:
-            path = Path(folder) / "results.json"
-            numbers = [*map(str, options.tokens), "--turns", str(options.turns), "--measure", str(path)]
-            program = [sys.executable, __file__, "--tokens", *numbers]
-            wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
-            results = json.loads(path.read_text())
+        flags = ["--tokens", *map(str, options.tokens), "--turns", str(options.turns)]
+        results = results_of(Cluster.named(cluster), Path(__file__), *flags)
         for tokens in options.tokens:
             for name in METHODS:
                 expanded, latents = (results[str(tokens)][f"{name} {form}"] for form in FORMS)

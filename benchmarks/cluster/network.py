@@ -8,6 +8,8 @@ each other rank over its wire.
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import signal
 import subprocess
@@ -15,6 +17,8 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import namespaces
@@ -160,6 +164,15 @@ def leave_on_signals() -> None:
 
     for each in SIGNALS:
         signal.signal(each, leave)
+
+
+def results_of(cluster: Cluster, script: Path, *arguments: str) -> Any:
+    """Runs a script on each rank of an emulated cluster. Returns the JSON that rank 0 writes to the file `--out`."""
+    with TemporaryDirectory() as folder, EmulatedCluster(cluster) as emulated:
+        path = Path(folder) / "results.json"
+        program = [sys.executable, str(script.resolve()), *arguments, "--out", str(path)]
+        wait(emulated.torchrun(program, env={**os.environ, **QUIET}, start_new_session=True))
+        return json.loads(path.read_text())
 
 
 def wait(processes: Sequence[subprocess.Popen[Any]]) -> None:
