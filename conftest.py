@@ -14,6 +14,9 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 """Without bytecode files, each worker, rank and command would compile the sources and the tests again."""
 
+os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
+"""torch only warns if an op returns one of its inputs, which compiled graphs may then overwrite."""
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:

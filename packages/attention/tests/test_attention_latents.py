@@ -7,6 +7,9 @@ from typing import get_args
 import pytest
 import torch
 from fake_ranks import on_fake_ranks
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from armillary.attention import (
     AttentionMask,
@@ -65,6 +68,46 @@ COMPILED = Case(
 
 def test_compiled_calls_conform(worlds):
     assert worlds(4).run(compiled)[-1] == ["", ""]
+
+
+class SharedMemory(TorchDispatchMode):
+    """Collects our ops that return memory of an input, or the same memory twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = list[str]()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        if func.namespace == "armillary":
+            self.ops += 1
+            inputs, outputs = ([x for x in tree_leaves(y) if isinstance(x, Tensor)] for y in (args, results))
+            addresses = [x.untyped_storage().data_ptr() for x in outputs if x.numel()]
+            inputs = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
+            if len(set(addresses) - inputs) < len(addresses):
+                self.names.append(str(func))
+        return results
+
+
+def shared_results(ranks: int) -> list[str]:
+    wrong = list[str]()
+    for composition, sends in product(compositions(list(METHODS), [ranks]), (True, False)):
+        method = composition.build()
+        method.send_latents = sends
+        layout = method.sequence_method.layout(61)
+        within = method.shards // method.sequence_shards
+        tokens = layout.refine(within).sizes[method.shard]
+        shapes = (2, tokens, 8, 12), (2, tokens, 1, 4), (2, tokens, 1, 16), (8, 16, 16)
+        q, k, v, expansion = (torch.randn(shape, requires_grad=True) for shape in shapes)
+        with SharedMemory() as ops:
+            method(q, k, v, mask=CAUSAL, layout=layout, expansion=expansion).sum().backward()
+        wrong += [f"{composition} {sends=}: {name}" for name in ops.names] + [f"{composition}: no op"] * (ops.ops < 2)
+    return wrong
+
+
+def test_results_of_ops_are_no_inputs(worlds):
+    assert worlds(4).run(shared_results, 4)[-1] == []
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------

@@ -101,7 +101,8 @@ class AttentionCall:
     def _forward_latents(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> tuple[Tensor, Saved]:
         expansion = Expansion.of(q, k, weight)
         if sends_latents(self.method, (q, k, v, weight), self.spec.key_heads):
-            return self.method.forward(q, k, v, self.spec, expansion)
+            out, saved = self.method.forward(q, k, v, self.spec, expansion)
+            return out, without_own_latents(self.method, saved)
         return self.method.forward(q, *expansion.expand(k, v), self.spec)
 
     def _backward_latents(
@@ -110,6 +111,8 @@ class AttentionCall:
         expansion = Expansion.of(saved.q, k, weight, in_backward=True)
         assert expansion.weight_grad is not None
         if sends_latents(self.method, (saved.q, k, v, weight), self.spec.key_heads):
+            if self.method.saves_own_latents:
+                saved = saved._replace(k=k, v=v)
             dq, dk, dv = self.method.backward(dout, saved, self.spec, expansion)
         else:
             if not self.method.redistributes_inputs:  # otherwise expanded head shards are saved
@@ -407,7 +410,8 @@ def empty_results(
     if len(tensors) > 3 and sends_latents(method, tensors, key_heads):
         expansion = Expansion.of(q, tensors[1], tensors[3])
         _, k, v, _ = tensors
-        return [out, lse, *method.empty_saved(q, k, v, key_heads, *shard_tokens, expansion=expansion)]
+        saved = method.empty_saved(q, k, v, key_heads, *shard_tokens, expansion=expansion)
+        return [out, lse, *without_own_latents(method, saved)]
     return [out, lse, *method.empty_saved(q, k, v, key_heads, *shard_tokens)]
 
 
@@ -418,6 +422,15 @@ def latents_of(saved: Sequence[Tensor]) -> Sequence[Tensor]:
     """
     own_tensors = saved[len(Saved._fields) :]
     return own_tensors if len(own_tensors) != 1 else (*saved[1:3], *own_tensors)
+
+
+def without_own_latents(method: AttentionMethod, saved: Saved) -> Saved:
+    """Returns tensors saved by a call that sends latents, with empty k and v if these are the call's own.
+
+    The results of an op must not be its inputs. Backward has the call's own latents anyway (`latents_of`).
+    """
+    empty = saved.k.new_empty(0)
+    return saved._replace(k=empty, v=empty.clone()) if method.saves_own_latents else saved
 
 
 def sends_latents(method: AttentionMethod, tensors: Sequence[Tensor], key_heads: tuple[int, ...]) -> bool:

@@ -163,6 +163,8 @@ class AttentionMethod(ABC):
     """True if the method can be the `inner` of a `Ring`: `forward` and `backward` take any `PartialLayout`."""
     takes_latents: bool = False
     """True if `forward` and `backward` take an `Expansion`. For other methods keys are expanded before the call."""
+    saves_own_latents: bool = False
+    """True if `forward` saves the latents that it was given, although `redistributes_inputs`."""
     sends_keys: bool = True
     """False if keys stay on their ranks."""
     send_latents: bool | None = None

@@ -138,6 +138,7 @@ class Ulysses(HeadMethod):
         self.redistributes_inputs = self.axis.size > 1 or self.inner.redistributes_inputs
         has_both_axes = self.axis.size > 1 < self.inner.sequence_shards
         self.latent_ring = self.inner.gathering(self.axis) if has_both_axes else None
+        self.saves_own_latents = self.latent_ring is not None
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
         """Runs the inner method's `plan`, with the specs of its calls."""
