@@ -9,7 +9,16 @@ directory.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.metadata import distribution, version
+from importlib.util import find_spec
+
+
+def armillary() -> None:
+    spec = find_spec("armillary")
+    assert spec is not None and spec.origin is None  # a namespace: a file __init__.py would hide the other packages
+    for name in ("core", "attention", "states", "integrations", "data", "models", "train", "plan"):
+        assert import_module(f"armillary.{name}").__version__ == version("armillary")
 
 
 def core() -> None:
@@ -119,7 +128,6 @@ if __name__ == "__main__":
     name = sys.argv[1]
     for entry_point in distribution(name).entry_points:
         entry_point.load()
-    {each.__name__: each for each in (core, attention, states, integrations, check, data, models, train, plan)}[
-        name.removeprefix("armillary-")
-    ]()
+    trials = armillary, core, attention, states, integrations, check, data, models, train, plan
+    {each.__name__: each for each in trials}[name.removeprefix("armillary-")]()
     print(f"ok: Python {sys.version.split()[0]}, torch {version('torch')}")

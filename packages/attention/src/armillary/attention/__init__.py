@@ -1,5 +1,7 @@
 """Exact attention over sequences sharded across ranks: Ring, Ulysses, and their compositions."""
 
+from importlib.metadata import version
+
 from armillary.attention.call.qkv_sources import Projected, Projections, TokenProjections
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.comm_plans.comm_plan import AttentionShape, CommPlan
@@ -35,9 +37,12 @@ __all__ = [
     "UPipe",
     "Ulysses",
     "WallFacer",
+    "__version__",
     "build_attention",
     "build_comm_plan",
     "reference_attention",
     "sdpa_parallel",
     "sequence",
 ]
+
+__version__ = version("armillary-attention")

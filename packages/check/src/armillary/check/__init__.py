@@ -1,5 +1,7 @@
 """Compares an attention method, or a training step of any library on shards, with one rank, and names the mistake."""
 
+from importlib.metadata import version
+
 from armillary.check.architecture import NotJudged, check_architecture
 from armillary.check.diagnose import Diagnosis, Mistake
 from armillary.check.method import MASKS, CheckedTensor, MethodReport, check_method
@@ -16,8 +18,11 @@ __all__ = [
     "ModelReport",
     "NotJudged",
     "StepOutput",
+    "__version__",
     "check_architecture",
     "check_method",
     "check_model",
     "error_line",
 ]
+
+__version__ = version("armillary-check")

@@ -5,6 +5,7 @@ Names in `__all__` are imported from here. Their modules hold further functions 
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from armillary.core.collectives.collective import (
@@ -53,6 +54,7 @@ __all__ = [
     "SequenceLayout",
     "TokenRanges",
     "Trace",
+    "__version__",
     "accumulation_dtype",
     "all_gather",
     "all_reduce",
@@ -86,6 +88,8 @@ __all__ = [
     "to_device",
     "world_size",
 ]
+
+__version__ = version("armillary-core")
 
 _DTENSOR_MODULES = {
     "armillary.core.dtensor": (

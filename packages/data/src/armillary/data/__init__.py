@@ -1,5 +1,7 @@
 """Token rows for sharded sequences: each rank gets the tokens, labels and positions of its layout."""
 
+from importlib.metadata import version
+
 from armillary.core import LabelTriples
 from armillary.data.detection import is_store, open_store
 from armillary.data.formats.store_folder import verify_folder
@@ -24,6 +26,7 @@ __all__ = [
     "TokenStore",
     "Tokenizer",
     "Vocabulary",
+    "__version__",
     "best_fit",
     "binary",
     "check_length",
@@ -37,3 +40,5 @@ __all__ = [
     "tree_batch",
     "verify_folder",
 ]
+
+__version__ = version("armillary-data")

@@ -1,5 +1,7 @@
 """Context parallelism for unmodified models of transformers and diffusers, in accelerate, Trainer and TRL."""
 
+from importlib.metadata import version
+
 from armillary.integrations.accelerate import share_rows
 from armillary.integrations.trainer import ContextParallelTrainer
 from armillary.integrations.transformers.attention import register_transformers
@@ -15,7 +17,10 @@ __all__ = [
     "ContextParallelGRPOTrainer",
     "ContextParallelRewardTrainer",
     "ContextParallelTrainer",
+    "__version__",
     "register_transformers",
     "shards_states",
     "share_rows",
 ]
+
+__version__ = version("armillary-integrations")

@@ -1,5 +1,6 @@
 """LLaMA, hybrids and GPT as plain single-device modules: attention is an argument, positions are explicit."""
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from armillary.core import LabelTriples
@@ -39,6 +40,7 @@ __all__ = [
     "StateConfig",
     "TokenStatistics",
     "YarnScaling",
+    "__version__",
     "all_gather_interleaved",
     "generate",
     "in_chunks",
@@ -56,6 +58,8 @@ __all__ = [
     "token_logprobs",
     "token_loss",
 ]
+
+__version__ = version("armillary-models")
 
 # Modules that need FSDP2, DTensor or torch.compile, which take as long to import as torch.
 _SLOW_MODULES = {

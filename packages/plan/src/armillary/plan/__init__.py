@@ -10,6 +10,16 @@ tune.py         the command `armillary-tune`: meshes and methods measured on the
 cli.py          the command `armillary-plan`
 """
 
+from importlib.metadata import version
+
 from armillary.plan.cluster import Accelerator, Cluster, Delivery, Link
 
-__all__ = ["Accelerator", "Cluster", "Delivery", "Link"]
+__all__ = [
+    "Accelerator",
+    "Cluster",
+    "Delivery",
+    "Link",
+    "__version__",
+]
+
+__version__ = version("armillary-plan")

@@ -1,5 +1,6 @@
 """A minimal FSDP2 trainer for sequences that are sharded over ranks."""
 
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from armillary.core.parts import imported_at_first_use
@@ -35,11 +36,14 @@ __all__ = [
     "Summary",
     "TrainConfig",
     "ValidationConfig",
+    "__version__",
     "prepare",
     "process_group",
     "train",
     "train_loop",
 ]
+
+__version__ = version("armillary-train")
 
 _SLOW_MODULES = {
     "armillary.train.step": ("Run",),
