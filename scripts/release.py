@@ -7,7 +7,8 @@ with 1 if anything failed.
     uv run python scripts/release.py                           # all packages with the newest torch; wheels are in dist/
     uv run python scripts/release.py core data --torch lowest newest --torch-backend cpu
     uv run python scripts/release.py --dry-run                 # checks metadata and prints the commands
-    uv run python scripts/release.py --final                   # requires headings with a date
+    uv run python scripts/release.py --final --tag v0.3.0      # requires headings with a date, and the tag's version
+    python scripts/release.py --notes                          # prints what the newest release changed, as Markdown
 """
 
 from __future__ import annotations
@@ -66,9 +67,12 @@ class Package:
 def main() -> None:
     options = parse_arguments()
     packages = [Package.read(path.parent) for path in sorted((ROOT / "packages").glob("*/pyproject.toml"))]
+    if options.notes:
+        print("\n\n".join(f"# {package.name}\n\n{newest_section(package)}" for package in packages))
+        return
     all_packages = {package.folder.name: package for package in packages}
     chosen = [all_packages[name] for name in options.packages or all_packages]
-    failed = not show_statements(chosen, packages, options.final)
+    failed = not show_statements(chosen, packages, options.final, options.tag)
     with tempfile.TemporaryDirectory() as scratch:
         packages_to_build = {each.name: each for package in chosen for each in with_those_below(package, packages)}
         for command in build_commands(list(packages_to_build.values()), options.out):
@@ -88,6 +92,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--torch-backend", help="backend for uv, e.g. cpu; torch then comes from a PyTorch index")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels")
     parser.add_argument("--final", action="store_true", help="refuse changelogs with (unreleased)")
+    parser.add_argument("--tag", help="the tag of the release, v and its version")
+    parser.add_argument("--notes", action="store_true", help="only print the newest section of each changelog")
     parser.add_argument("--dry-run", action="store_true", help="check metadata and show the commands")
     options = parser.parse_args()
     if unknown := set(options.packages) - set(folders):
@@ -96,10 +102,10 @@ def parse_arguments() -> argparse.Namespace:
     return options
 
 
-def show_statements(chosen: list[Package], packages: list[Package], final: bool) -> bool:
+def show_statements(chosen: list[Package], packages: list[Package], final: bool, tag: str | None) -> bool:
     """Prints a table of versions and problems. Returns False if there is a problem."""
     print(f"{'package':24}{'version':9}{'changelog':12}stated")
-    problems_of = {package.name: problems(package, packages, final) for package in chosen}
+    problems_of = {package.name: problems(package, packages, final, tag) for package in chosen}
     for package in chosen:
         date = heading(package)[1]
         print(
@@ -108,7 +114,7 @@ def show_statements(chosen: list[Package], packages: list[Package], final: bool)
     return not any(problems_of.values())
 
 
-def problems(package: Package, packages: list[Package], final: bool = False) -> list[str]:
+def problems(package: Package, packages: list[Package], final: bool = False, tag: str | None = None) -> list[str]:
     """Problems of a package's metadata and changelog; with `final` the changelog must have a date."""
     version, date = heading(package)
     messages = [f"no {key}" for key in sorted(STATED) if not package.project.get(key)]
@@ -116,6 +122,8 @@ def problems(package: Package, packages: list[Package], final: bool = False) -> 
         messages.append(
             f"the changelog's newest heading is of {version or 'no version'}, the package of {package.version}"
         )
+    if tag is not None and tag != f"v{package.version}":
+        messages.append(f"the tag is {tag}, the package's version {package.version}")
     if final and date == "unreleased":
         messages.append("the changelog says (unreleased)")
     for other in packages:
@@ -131,6 +139,12 @@ def heading(package: Package) -> tuple[str, str]:
     """Version and date of the changelog's newest heading, '## 0.2.0 (unreleased)' or '## 0.2.0 (2026-11-30)'."""
     match = HEADING.search(package.changelog)
     return (match[1], match[2]) if match else ("", "")
+
+
+def newest_section(package: Package) -> str:
+    """The changelog's text below its newest heading."""
+    first, *others = HEADING.finditer(package.changelog)
+    return package.changelog[first.end() : others[0].start() if others else None].strip()
 
 
 def with_those_below(package: Package, packages: list[Package]) -> list[Package]:
@@ -195,6 +209,6 @@ def perform(command: list[str], folder: Path, dry_run: bool) -> None:
 
 
 if __name__ == "__main__":
-    if shutil.which("uv") is None:
+    if shutil.which("uv") is None and "--notes" not in sys.argv:
         sys.exit("scripts/release.py: uv is not installed")
     main()

@@ -54,6 +54,9 @@ def test_problems_lists_wrong_metadata():
     assert actual.endswith("whose version is 0.3.1; write ==0.3.1")
     dated = replace(core, changelog=f"# Changelog\n\n## {core.version} (2026-11-30)\n\n## 0.0.1 (unreleased)\n")
     assert release.problems(dated, PACKAGES, final=True) == []
+    assert release.problems(dated, PACKAGES, tag=f"v{core.version}") == []
+    assert "v9.9.9" in release.problems(dated, PACKAGES, tag="v9.9.9")[0]
+    assert release.newest_section(dated) == "" and "__version__" in release.newest_section(core)
     undated = replace(core, changelog=f"# Changelog\n\n## {core.version} (unreleased)\n")
     assert release.problems(undated, PACKAGES, final=True) == ["the changelog says (unreleased)"]
     assert release.problems(replace(core, changelog=""), PACKAGES) == [

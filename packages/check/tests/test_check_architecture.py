@@ -1,12 +1,18 @@
 """`armillary-check`: tiny copies of architectures, right and wrong models, and exit codes."""
 
 import json
+import platform
+import re
+from getpass import getuser
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
 
+from armillary.attention import AttentionMask, AttentionShape, build_comm_plan  # noqa: E402
 from armillary.check import NotJudged, architecture, check_architecture  # noqa: E402
 from armillary.check.architecture import check_mechanisms, document_boundaries  # noqa: E402
 from armillary.check.cli import main  # noqa: E402
@@ -174,3 +180,24 @@ def test_user_defined_steps_are_checked(worlds, capsys, monkeypatch):
     report = json.loads(capsys.readouterr().out)
     assert [x["mistake"] for x in report["diagnoses"]] == ["not_reduced"]
     assert set(report["runs"]["plain"]["wrong"]) == {"embed.weight", "head.weight", "head.bias"}
+
+
+def test_report_for_an_issue_has_bytes_and_nothing_private(capsys, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret-of-mine")
+    main(["--report", "--ring", "2", "--ulysses", "2", "--tokens", "4096"])
+    text = capsys.readouterr().out
+    work = AttentionShape.of(
+        SequenceLayout.zigzag(4096, 2), AttentionMask(), heads=32, kv_heads=8, head_dim=128, dtype=torch.bfloat16
+    )
+    plan = build_comm_plan("usp", work, ring=2, ulysses=2)
+    for axis in ("ring", "ulysses"):
+        sent = ", ".join(f"{plan.bytes(rank, phase='backward', axis=axis):,}" for rank in range(4))
+        assert re.search(rf"backward bytes +{sent} by rank, on {axis}", text)
+    assert version("armillary-core") in text and torch.__version__.split("+")[0] in text
+    private = (platform.node(), str(Path.home()), str(Path.cwd()), getuser(), "secret-of-mine")
+    assert not [word for word in private if word in text and word not in ("", "root")]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--report", "llama"], ["--report", "--method", "ulysses", "--ring", "3"]])
+def test_wrong_arguments_of_a_report_exit_with_2(worlds, arguments):
+    assert outcome(worlds, *arguments) == 2

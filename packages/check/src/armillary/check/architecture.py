@@ -60,7 +60,7 @@ def check_architecture(
     tokens = options.get("tokens", 64)
     config = tiny_config(text_config, tokens)
     check_size(config)
-    method = method or ("ring" if ulysses == 1 else "ulysses" if ring == 1 else "usp")
+    method = method or default_method(ring, ulysses)
     report = check_model(
         partial(on_shards, config, method, ring, ulysses),
         reference=partial(one_rank, config),
@@ -149,6 +149,11 @@ def one_rank(config: Any) -> tuple[nn.Module, Any]:
         return StepOutput(loss, logits=logits)
 
     return new_model(config), step
+
+
+def default_method(ring: int, ulysses: int) -> str:
+    """Returns the name of the method that uses these axes."""
+    return "ring" if ulysses == 1 else "ulysses" if ring == 1 else "usp"
 
 
 def on_shards(config: Any, method: str, ring: int, ulysses: int) -> tuple[nn.Module, Any, Any]:

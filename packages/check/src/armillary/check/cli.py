@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from armillary.check.architecture import check_architecture, document_boundaries
+from armillary.check.architecture import check_architecture, default_method, document_boundaries
 from armillary.check.model import ModelReport, check_model, error_line
+from armillary.check.report import report_of_call
 from armillary.core.testing import RankFailed, Worlds
 
 PROGRAM = "armillary-check"
@@ -25,6 +26,8 @@ DESCRIPTION = """Compares one training step on CPU ranks with the same step on o
   armillary-check gemma3_text --method token_ring --ring 4
   # your own: build() returns (model, step)
   armillary-check my_module:build --ranks 4 --tokens 512
+  # for an issue: versions, mesh and bytes, nothing private
+  armillary-check --report --ring 2 --ulysses 4 --tokens 4096
 
 Exit codes: 0 right; 1 wrong; 2 if it could not be checked. Nothing needs a GPU or a network."""
 RIGHT, WRONG, NOT_CHECKED = 0, 1, 2
@@ -38,7 +41,9 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog=PROGRAM, description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="folder, config.json, model type of transformers, or module:function of your own")
+    parser.add_argument(
+        "model", nargs="?", help="folder, config.json, model type of transformers, or module:function of your own"
+    )
     parser.add_argument("--ring", type=int, default=1, help="ranks on the sequence axis; default: 4 without --ulysses")
     parser.add_argument("--ulysses", type=int, default=1, help="ranks on the head axis")
     parser.add_argument("--method", help="attention method; default: ring, ulysses, or usp for both axes")
@@ -49,7 +54,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="also compile the model of module:function")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one run (default %(default)g)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    return parser.parse_args(argv)
+    parser.add_argument("--report", action="store_true", help="print what an issue needs, and check nothing")
+    options = parser.parse_args(argv)
+    if (options.model is None) != options.report:
+        parser.error("a model is needed" if options.model is None else "--report checks no model")
+    return options
 
 
 def main(argv: Sequence[str] | None = None, worlds: Worlds | None = None) -> None:
@@ -58,6 +67,9 @@ def main(argv: Sequence[str] | None = None, worlds: Worlds | None = None) -> Non
     """
     options = parse(argv)
     try:
+        if options.report:
+            print(environment_report(options))
+            return
         report = check(options, lambda line: print(f"{PROGRAM}: {line}", file=sys.stderr, flush=True), worlds)
     except (ValueError, ImportError, RankFailed) as error:
         reason = error_line(error).removeprefix("ValueError: ") if isinstance(error, RankFailed) else str(error)
@@ -65,6 +77,12 @@ def main(argv: Sequence[str] | None = None, worlds: Worlds | None = None) -> Non
         sys.exit(NOT_CHECKED)
     print(json.dumps({"model": options.model, **report.to_dict()}, indent=1) if options.json else report)
     sys.exit(RIGHT if report.right else WRONG)
+
+
+def environment_report(options: argparse.Namespace) -> str:
+    method = options.method or default_method(options.ring, options.ulysses)
+    documents = document_boundaries(options.tokens) if options.documents else None
+    return report_of_call(method, options.ring, options.ulysses, options.tokens, documents)
 
 
 def check(options: argparse.Namespace, progress: Callable[[str], object], worlds: Worlds | None = None) -> ModelReport:
