@@ -1,6 +1,7 @@
 """Recipes, files and flags: precedence and printed configuration."""
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from armillary.train import (
     TrainConfig,
     recipes,
 )
-from armillary.train.cli import RECIPES, Command, read_command
-from armillary.train.config import check_config, overlay_settings
+from armillary.train.cli import RECIPES, Command, main, read_command
+from armillary.train.config import check_config, flat, overlay_settings
 from armillary.train.config.overlay import read_settings
 
 
@@ -89,6 +90,19 @@ def test_records_of_a_run_are_read_back_equally(tmp_path):
         assert command("--recipe", "llama3_70b_128k", "--config", path) == config, name  # the file has all keys
 
 
+def test_exported_configurations_have_every_field_and_are_read_back_equally(tmp_path, capsys):
+    changes = ("--parallel.cp", 4, "--log.trace", "a b", "--checkpointing.policy", "layer", "--parallel.ring", "None")
+    for name in RECIPES:
+        main([*map(str, ("--recipe", name, *changes)), "--export-config"])
+        text = capsys.readouterr().out
+        assert command("--config", write_config(tmp_path, text)) == command("--recipe", name, *changes)
+        fields = [key for key, _ in flat(command("--recipe", name))]
+        assert re.findall(r"^(?:# )?([\w-]+) =", text.partition("[")[2], re.MULTILINE) == [
+            key.rpartition(".")[2].replace("_", "-") for key in fields
+        ]
+        assert text.count("\n#") >= len(fields)
+
+
 def test_differences_from_the_recipe_are_printed_in_aligned_lines():
     flags = "--model.dim 256 --data.path a b --parallel.ring 4 --train.steps 80"
     _, overrides = read_command(flags.split())
@@ -114,8 +128,8 @@ def test_help_begins_with_examples_that_parse(tmp_path, monkeypatch):
     write_config(tmp_path, 'recipe = "llama3_8b_128k"', "planned.toml")
     examples = commands_in(Command.__doc__, "armillary-train", "armillary.train")
     runs = [read_command(words)[0] for words in examples]
-    assert [run.run.parallel.cp for run in runs] == [None, None, 8, None, None]
-    assert runs[3].config == Path("planned.toml") and runs[4].dry_run
+    assert [run.run.parallel.cp for run in runs] == [None, None, 8, None, None, None]
+    assert runs[3].config == Path("planned.toml") and runs[4].dry_run and runs[5].export_config
     assert all(len(line) <= 4 + 84 for line in Command.__doc__.splitlines() if line.startswith("      "))
 
 

@@ -16,6 +16,7 @@ import tyro
 from armillary.data.console import FAILED, exit_on_error, parse, parse_known, refuse_removed
 from armillary.train import recipes
 from armillary.train.config.check import GPT_FIELDS, PRETRAINED_FIELDS
+from armillary.train.config.export import config_toml
 from armillary.train.config.overlay import differences, flag, overlay_settings, read_settings
 from armillary.train.config.sections import Config, ModelConfig
 
@@ -33,6 +34,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     watchdog: Watchdog | None = None
     with exit_on_error(PROGRAM, is_started=lambda: watchdog is not None and watchdog.training_started):
         command, overrides = read_command(sys.argv[1:] if argv is None else argv)
+        if command.export_config:
+            name = str(command.recipe)
+            print(config_toml(name, recipe_config(name), command.run))
+            return
         if command.dry_run:
             from armillary.train.dry_run import show_dry_run  # not on every rank of every run
 
@@ -89,7 +94,7 @@ Options = TypeVar("Options", bound=ConfiguredRun)
 class Command(ConfiguredRun):
     r"""Trains a LLaMA or a GPT with context parallelism and FSDP2, under torchrun or on one process.
 
-    Five ways to start:
+    Six ways to start:
       # a first run: 0.8 million parameters, one process
       armillary-train
       # a recipe on 8 GPUs, with your tokens
@@ -102,6 +107,8 @@ class Command(ConfiguredRun):
       torchrun --nproc-per-node 8 -m armillary.train --config planned.toml
       # mesh, shards and shapes of a run, without GPUs
       armillary-train --recipe llama3_8b_1m --dry-run
+      # a file with every field and its comment, to edit
+      armillary-train --recipe llama3_8b_1m --export-config
 
     The same command resumes from the newest checkpoint. The file overrides the recipe, and flags override both.
     SIGTERM or SIGUSR1 ends the run after the step, with a checkpoint; a second one, at least 3 seconds later, at once.
@@ -113,6 +120,8 @@ class Command(ConfiguredRun):
     """Dry run: number of ranks; by default torchrun's, else the product of the axes."""
     json: bool = False
     """Dry run: print JSON."""
+    export_config: bool = False
+    """Print every field of the run with its comment, as TOML for --config, and stop."""
     trace: Path | None = None
     """Short for --log.trace."""
 

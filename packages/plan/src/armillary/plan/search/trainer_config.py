@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,7 +13,7 @@ from armillary.models import GPTConfig
 from armillary.plan.arguments import Model, is_hybrid, pretrained_folder
 from armillary.plan.search.search import Choice, SearchResult
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig
-from armillary.train.config import GPT_FIELDS, SIZES, flag, flat, overlay_settings, recipe_config
+from armillary.train.config import GPT_FIELDS, SIZES, flag, flat, overlay_settings, recipe_config, toml_value
 
 RECIPES = {
     "debug": "debug",
@@ -115,9 +114,9 @@ def toml_text(recipe: str, config: Config, comment: str) -> str:
     sections = dict[str, list[str]]()
     for name, value in changes(recipe, config):
         section, _, key = flag(name).rpartition(".")
-        sections.setdefault(section, []).append(f"{key} = {literal(value)}")
+        sections.setdefault(section, []).append(f"{key} = {toml_value(value)}")
     tables = ["\n".join([f"[{section}]", *lines]) for section, lines in sections.items()]
-    return "\n".join([f"# {comment}", f"recipe = {literal(recipe)}", *tables, ""])
+    return "\n".join([f"# {comment}", f"recipe = {toml_value(recipe)}", *tables, ""])
 
 
 def flags(recipe: str, config: Config) -> list[str]:
@@ -136,12 +135,3 @@ def changes(recipe: str, config: Config) -> Iterator[tuple[str, Any]]:
     """Returns ("section.key", value) of each setting that differs from the recipe's."""
     defaults = dict(flat(recipe_config(recipe)))
     return ((name, value) for name, value in flat(config) if value != defaults[name])
-
-
-def literal(value: Any) -> str:
-    """Formats a value as TOML. None becomes "none", which `overlay_settings` reads as None."""
-    if isinstance(value, bool | int | float):
-        return str(value).lower()
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(literal, value))}]"
-    return json.dumps("none" if value is None else str(value), ensure_ascii=False)

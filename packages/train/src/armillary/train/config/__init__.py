@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from armillary.core.parts import imported_at_first_use
 from armillary.train.config.check import GPT_FIELDS, SIZES, check_config, model_config
+from armillary.train.config.export import toml_value
 from armillary.train.config.overlay import by_flag, check_limits, flag, flat, overlay_settings
 from armillary.train.config.sections import Count, CountOrNone, Several
 
@@ -26,6 +27,7 @@ __all__ = [
     "overlay_settings",
     "read_run",
     "recipe_config",
+    "toml_value",
 ]
 
 _SLOW_MODULES = {"armillary.train.cli": ("ConfiguredRun", "read_run", "recipe_config")}
