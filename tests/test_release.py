@@ -17,6 +17,11 @@ BY_FOLDER = {package.folder.name: package for package in PACKAGES}
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.folder.name)
 
 
+@pytest.fixture
+def scripts(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+
+
 @each_package
 def test_package_metadata_is_complete_and_versions_agree(package):
     assert release.problems(package, PACKAGES) == []
@@ -85,12 +90,45 @@ def test_a_failed_trial_is_reported_with_its_output(capsys):
     assert release.run_trial("core ", [fails], dry_run=True)
 
 
+# -- the public interface ---------------------------------------------------------------------------------------------
+
+
+def face(root: Path, text: str) -> Path:
+    """Writes a checkout with one package, whose face has the name `scale`."""
+    package = root / "packages/one/src/armillary/one"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from armillary.one.inner import scale\n\n__all__ = ['scale']\n")
+    (package / "inner.py").write_text(text)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changes"),
+    [
+        ("def scale(x, by=2): ...", "def scale(x, by=2, *, dim=0): ...\ndef other(): ...", []),
+        ("def scale(x, by=2): ...", "def scale(x): ...", ["armillary.one.scale: parameter was removed"]),
+        ("def scale(x, by=2): ...", "def scale(x, factor, by=2): ...", ["parameter was added as required", "moved"]),
+        ("class scale:\n    def of(x): ...", "class scale: ...", ["armillary.one.scale.of: public object was removed"]),
+        ("class scale:\n    def _of(x): ...", "class scale: ...", []),
+    ],
+)
+def test_changed_signatures_are_breaking_changes(scripts, tmp_path, before, after, changes):
+    interface = importlib.import_module("interface")
+    faces = [interface.read_faces(face(tmp_path / name, text)) for name, text in (("a", before), ("b", after))]
+    actual = [description for _, description in interface.breakages(*faces)]
+    assert bool(actual) == bool(changes) and all(any(change in each for each in actual) for change in changes)
+
+
+def test_a_breaking_change_must_be_in_a_changelog(scripts):
+    interface = importlib.import_module("interface")
+    assert interface.is_stated("__version__") and not interface.is_stated("a_name_that_no_package_had")
+
+
 # -- another release of torch -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def torches(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+def torches(scripts) -> ModuleType:
     return importlib.import_module("torches")
 
 
