@@ -1,4 +1,4 @@
-"""Metadata and READMEs of the packages, scripts/release.py, and scripts/torches.py for another release of torch."""
+"""Metadata and READMEs of the packages, and the scripts of a release: its wheels, interface and compatibility."""
 
 import importlib
 import re
@@ -128,13 +128,13 @@ def test_a_breaking_change_must_be_in_a_changelog(scripts):
 
 
 @pytest.fixture
-def torches(scripts) -> ModuleType:
-    return importlib.import_module("torches")
+def compatibility(scripts) -> ModuleType:
+    return importlib.import_module("compatibility")
 
 
 @pytest.mark.parametrize(("release", "requirement"), [("lowest", "torch==2.11.*"), ("2.13", "torch==2.13.*")])
-def test_all_packages_but_torchs_are_pinned(torches, tmp_path, release, requirement):
-    torches.write_requirements(tmp_path, release, PACKAGES, with_tools=True)
+def test_all_packages_but_torchs_are_pinned(compatibility, tmp_path, release, requirement):
+    compatibility.write_requirements(tmp_path, release, PACKAGES, with_tools=True)
     lines = (tmp_path / "requirements.txt").read_text().splitlines()
     editable = [f"-e {ROOT / 'packages' / name}" for name in ("core", "attention", "data", "models", "train")]
     assert {"-c pins.txt", requirement, *editable} <= set(lines) and len(lines) == len(set(lines))
@@ -144,6 +144,31 @@ def test_all_packages_but_torchs_are_pinned(torches, tmp_path, release, requirem
     assert not names & {"torch", "triton", "nvidia-nccl-cu13", "cuda-toolkit"}
 
 
-def test_the_first_run_needs_no_tools_of_tests(torches, tmp_path):
-    torches.write_requirements(tmp_path, "lowest", PACKAGES, with_tools=False)
+def test_the_first_run_needs_no_tools_of_tests(compatibility, tmp_path):
+    compatibility.write_requirements(tmp_path, "lowest", PACKAGES, with_tools=False)
     assert "pytest" not in (tmp_path / "requirements.txt").read_text()
+
+
+def test_a_pinned_run_has_all_packages_and_pins(compatibility, tmp_path):
+    compatibility.write_requirements(tmp_path, "pinned", PACKAGES, with_tools=True)
+    lines = (tmp_path / "requirements.txt").read_text().splitlines()
+    assert {"torch", *(f"-e {package.folder}" for package in PACKAGES)} <= set(lines)
+    assert re.search("^torch==", (tmp_path / "pins.txt").read_text(), re.MULTILINE)
+
+
+def test_a_run_replaces_its_row_of_the_page(compatibility, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# Title\n\n| Python | torch | tests | passed |\n|---|---|---|---|\n| 3.11.7 | 2.11.0 | core | 5 |\n\nEnd.\n"
+    )
+    monkeypatch.setattr(compatibility, "PAGE", page)
+    monkeypatch.setattr(compatibility, "environment", lambda python: [sys.executable, "-c", "print('3.11.7 2.11.0')"])
+    for failures in (1, 0):
+        results = f'<testsuites><testsuite tests="9" failures="{failures}" errors="0" skipped="2"/></testsuites>'
+        (tmp_path / "results.xml").write_text(results)
+        compatibility.record(tmp_path, "3.11", "packages/core", code=failures)
+        rows = [line for line in page.read_text().splitlines() if line.startswith("| 3.")]
+        assert [row.split(" | ")[3:7] for row in rows] == [
+            [str(7 - failures), str(failures), "2", ["passed", "failed"][failures]]
+        ]
+    assert page.read_text().startswith("# Title\n\n| Python") and page.read_text().endswith("|\n\nEnd.\n")
