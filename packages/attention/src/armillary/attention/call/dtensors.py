@@ -304,6 +304,8 @@ class LocalPartsMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is Tensor.unflatten:  # calls `super()`, which dynamo of torch 2.11 does not trace in a mode
+            func = torch.unflatten
         return func(*self.local(args), **{name: self.local(value) for name, value in (kwargs or {}).items()})
 
     def local(self, value: Any) -> Any:
