@@ -20,7 +20,7 @@ from armillary.attention.comm_plans.comm_plan import (
     steps,
 )
 from armillary.attention.comm_plans.method_plan import HeadPlan, HeadStages, InnerPlan, Sizes
-from armillary.attention.comm_plans.node_ring_plans import gathering_ring_plan
+from armillary.attention.comm_plans.node_ring_plans import GatheredLatents
 from armillary.attention.methods.head_shards import check_heads, split_heads, stages_of
 
 
@@ -44,7 +44,7 @@ class UlyssesPlan(HeadPlan):
             for rank in range(ranks)
         )
         if work.latent is not None and rotates_latents and ranks > 1:
-            plan, to_heads = gathering_ring_plan(work, heads.queries), ()
+            plan, to_heads = GatheredLatents(work, ranks).ring_plan(heads.queries), ()
         else:
             plan = moves.inner_plan(inner, tuple(rank_calls))
         qkv = moves.to_heads(*queries, "q", q * e), *to_heads
@@ -85,18 +85,28 @@ class UPipePlan(HeadPlan):
 
     def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan, rotates_latents: bool = False) -> CommPlan:
         moves, stages = HeadMoves(work, ranks), stages_of(work.key_heads, ranks, self.heads_per_stage)
-        # Elements of one token and head, over all rows. Latents are one head, sent before the first stage.
-        q, v = work.batch * work.head_dim, work.batch * work.value_dim
-        sent_k, sent_v = (q, v) if work.latent is None else (work.k, work.v)
+        q, v = work.batch * work.head_dim, work.batch * work.value_dim  # elements of one token and head, over all rows
         e = work.e  # bytes of an element
         inner_plan = cache(partial(moves.inner_plan, inner))  # most stages are equal
+        # 0. Latents are sent before the first stage, and their gradients after the last one.
+        kept_latents, sent_latents, latent_grads = None, Steps(), Steps()
+        if work.latent is not None:
+            stages = [stage.without_rounds() for stage in stages]
+            if rotates_latents and work.layout.shards > 1:
+                kept_latents = GatheredLatents(work, ranks)
+                sent_latents, latent_grads = kept_latents.send(), kept_latents.return_grads()
+            else:
+                keys = moves.sent_keys(())
+                sent_latents = (Step((moves.to_heads(*keys, "k", work.k * e), moves.to_heads(*keys, "v", work.v * e))),)
+                grads = moves.to_tokens(*keys, "dk", work.k * work.a), moves.to_tokens(*keys, "dv", work.v * work.a)
+                latent_grads = (Step(grads),)
         forward, backward, plans = list[StageSteps](), list[StageSteps](), list[CommPlan]()
-        for i, stage in enumerate(stages):
-            queries, keys = (moves.sizes, stage.query_ranges), moves.sent_keys(stage.received_keys.ranges, i == 0)
+        for stage in stages:
+            queries, keys = (moves.sizes, stage.query_ranges), (moves.key_sizes, stage.received_keys.ranges)
             # 1. To heads: k and v of keys whose round starts, and q; in backward also out and dout.
             sent = [
-                moves.to_heads(*keys, "k", sent_k * e),
-                moves.to_heads(*keys, "v", sent_v * e),
+                moves.to_heads(*keys, "k", q * e),
+                moves.to_heads(*keys, "v", v * e),
                 moves.to_heads(*queries, "q", q * e),
             ]
             outs = [moves.to_heads(*queries, name, v * e) for name in ("out", "dout")]
@@ -107,17 +117,17 @@ class UPipePlan(HeadPlan):
                 else None
                 for heads in stage.by_rank
             )
-            plans.append(plan := inner_plan(tuple(rank_calls)))
             stage_heads = [heads.queries for heads in stage.by_rank]
+            plan = inner_plan(tuple(rank_calls)) if kept_latents is None else kept_latents.stage_plan(stage_heads)
+            plans.append(plan)
             # 3. Back to tokens: out; in backward dq, and dk and dv of keys whose round ends. Gradients of a key head
             #    that several ranks share are partial sums, which are sent in the accumulation dtype.
-            returned_keys = moves.sent_keys(stage.returned_keys.ranges, i == len(stages) - 1)
-            has_shared_heads = stage.returned_keys.has_shared_heads or (work.latent is not None and ranks > 1)
-            key_bytes = work.a if has_shared_heads else e
+            returned_keys = moves.key_sizes, stage.returned_keys.ranges
+            key_bytes = work.a if stage.returned_keys.has_shared_heads else e
             grads = [
                 moves.to_tokens(*queries, "dq", q * e),
-                moves.to_tokens(*returned_keys, "dk", sent_k * key_bytes),
-                moves.to_tokens(*returned_keys, "dv", sent_v * key_bytes),
+                moves.to_tokens(*returned_keys, "dk", q * key_bytes),
+                moves.to_tokens(*returned_keys, "dv", v * key_bytes),
             ]
             out = [moves.to_tokens(*queries, "out", v * e)]
             forward.append((sent, of_heads(plan.forward, stage_heads), out))
@@ -129,8 +139,8 @@ class UPipePlan(HeadPlan):
             forward_end, backward_start = Step((moves.to_tokens(*lse),)), Step((moves.to_heads(*lse),))
         return replace(
             plans[0],  # whose blocks have the shards of all stages
-            forward=steps(*self._in_order(forward), forward_end),
-            backward=steps(backward_start, *self._in_order(backward)),
+            forward=steps(*sent_latents, *self._in_order(forward), forward_end),
+            backward=steps(backward_start, *sent_latents, *self._in_order(backward), *latent_grads),
         )
 
     def _in_order(self, stages: Sequence[StageSteps]) -> Iterator[Step]:
@@ -185,16 +195,13 @@ class HeadMoves:
         self.heads = split_heads(work.key_heads, ranks)
         self.sizes, self.key_sizes = work.layout.refine(ranks).sizes, work.key_layout.refine(ranks).sizes
 
-    def sent_keys(self, heads: Sequence[range], sends_latents: bool = True) -> tuple[Sequence[int], Sequence[range]]:
+    def sent_keys(self, heads: Sequence[range]) -> tuple[Sequence[int], Sequence[range]]:
         """Returns the keys of an all-to-all: the tokens of each of the P x U ranks, and the heads that each receives.
 
         Args:
-            heads: the key/value heads that each rank of the head axis receives, if finished keys are sent.
-            sends_latents: False if latents were sent before.
+            heads: the key/value heads of each rank of the head axis. Latents are one head, that every rank receives.
         """
-        if self.work.latent is None:
-            return self.key_sizes, heads
-        return self.key_sizes, [range(int(sends_latents))] * self.ranks
+        return self.key_sizes, heads if self.work.latent is None else [range(1)] * self.ranks
 
     def to_heads(self, sizes: Sequence[int], heads: Sequence[range], tensor: str, size: int) -> Move:
         """Returns the all-to-all of a tensor from sequence shards to head shards.

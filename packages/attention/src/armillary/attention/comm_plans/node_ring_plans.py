@@ -210,44 +210,88 @@ def move_between_nodes(rings: NodeRings, token_sends: TokenSends, step: int, pay
     return move("p2p", "nodes", payload.tensors, sends)
 
 
-def gathering_ring_plan(work: AttentionShape, heads: Sequence[range]) -> CommPlan:
-    """Returns the plan of a `GatheringRing`: latents rotate between P nodes, whose U ranks gather them at each step.
+class GatheredLatents:
+    """Latents that rotate between P nodes, whose U ranks gather them at each step.
+
+    Nodes are the ring axis here, and the ranks of a node the head axis.
 
     Args:
         work: the call, with layouts over the nodes.
-        heads: for each of the U ranks of a node, its query heads.
+        ranks: U.
     """
-    devices, nodes = len(heads), work.layout.shards
-    layout, key_layout = work.layout.refine(devices), work.key_layout.refine(devices)
-    grid = planned_grid(work.layout, key_layout, work.mask)
-    rings = NodeRings(nodes, devices, "keys", layout, key_layout, grid)
 
-    # Nodes are the ring axis here, and the devices of a node the head axis.
-    def rotate(token_sends: TokenSends, step: int, *tensors: str) -> Move:
-        return move_between_nodes(rings, token_sends, step, work.payload(*tensors))._replace(axis="ring")
+    def __init__(self, work: AttentionShape, ranks: int) -> None:
+        layout, key_layout = work.layout.refine(ranks), work.key_layout.refine(ranks)
+        grid = planned_grid(work.layout, key_layout, work.mask)
+        self.work, self.rings = work, NodeRings(work.layout.shards, ranks, "keys", layout, key_layout, grid)
+        nodes = range(self.rings.nodes)
+        self.node_steps = [[self.rings.step(node, step) for node in nodes] for step in nodes]
 
-    def run(is_backward: bool) -> Iterator[Step]:
-        returning = list[Move]()
-        for step in range(nodes):
-            groups, tokens, pairs = list[range](), [0] * nodes * devices, [0] * nodes * devices
-            for node in range(nodes):
-                if (node_step := rings.step(node, step)) is None:  # no query of the node sees a key
-                    continue
-                groups.append(range(node * devices, (node + 1) * devices))
-                node_pairs = sum(grid.pairs(node, shard, work.batch) for shard in node_step.key_shards)
-                for device, rank in enumerate(groups[-1]):
-                    tokens[rank] = node_step.key_layout.sizes[device]
-                    pairs[rank] = node_pairs * len(heads[device])
-            gathers = [all_gather(groups, tokens, work.payload(name)) for name in ("k", "v")]
-            yield Step(tuple(gather._replace(axis="ulysses") for gather in gathers))
-            yield Step((rotate(rotation_sends, step, "k", "v"), *returning), tuple(pairs))
-            if is_backward:
-                scatters = [reduce_scatter(groups, tokens, work.payload(name)) for name in ("dk", "dv")]
-                yield Step(tuple(scatter._replace(axis="ulysses") for scatter in scatters))
-                returning = [rotate(ring_reduce_sends, step, "dk", "dv")] if step else []
-        yield Step(tuple(returning))
+    def ring_plan(self, heads: Sequence[range]) -> CommPlan:
+        """Returns the plan of a `GatheringRing`; `heads` are the query heads of each of the U ranks."""
 
-    return CommPlan(steps(*run(is_backward=False)), steps(*run(is_backward=True)))
+        def run(is_backward: bool) -> Iterator[Step]:
+            returning = ()
+            for step, node_steps in enumerate(self.node_steps):
+                yield Step(self._within_nodes(all_gather, node_steps, "k", "v"))
+                yield Step((self._rotate(step), *returning), self._pairs(node_steps, heads))
+                if is_backward:
+                    yield Step(self._within_nodes(reduce_scatter, node_steps, "dk", "dv"))
+                    returning = self._return(step)
+            yield Step(returning)
+
+        return CommPlan(steps(*run(is_backward=False)), steps(*run(is_backward=True)))
+
+    # The parts of a call of UPipe, which sends latents once for all stages.
+
+    def send(self) -> Steps:
+        """Returns the steps before the first stage."""
+        gathers = (self._within_nodes(all_gather, node_steps, "k", "v") for node_steps in self.node_steps)
+        return steps(*(Step((self._rotate(step), *gather)) for step, gather in enumerate(gathers)))
+
+    def stage_plan(self, heads: Sequence[Sequence[int]]) -> CommPlan:
+        """Returns the plan of a stage with these query heads of each of the U ranks: it sends nothing."""
+        attend = steps(*(Step(pairs=self._pairs(node_steps, heads)) for node_steps in self.node_steps))
+        return CommPlan(attend, attend)
+
+    def return_grads(self) -> Steps:
+        """Returns the steps after the last stage of backward."""
+
+        def run() -> Iterator[Step]:
+            returning = ()
+            for step, node_steps in enumerate(self.node_steps):
+                yield Step((*self._within_nodes(reduce_scatter, node_steps, "dk", "dv"), *returning))
+                returning = self._return(step)
+            yield Step(returning)
+
+        return steps(*run())
+
+    def _rotate(self, step: int) -> Move:
+        return move_between_nodes(self.rings, rotation_sends, step, self.work.payload("k", "v"))._replace(axis="ring")
+
+    def _return(self, step: int) -> tuple[Move, ...]:
+        if step == 0:  # each rank has sums for its own latents, which stay
+            return ()
+        sums = self.work.payload("dk", "dv")
+        return (move_between_nodes(self.rings, ring_reduce_sends, step, sums)._replace(axis="ring"),)
+
+    def _within_nodes(
+        self, collective: Callable[..., Move], node_steps: Sequence[NodeStep | None], *names: str
+    ) -> tuple[Move, ...]:
+        """Returns a collective of each tensor in each node of which a query sees a key."""
+        ranks, tokens = self.rings.devices, list[int]()
+        for node_step in node_steps:
+            tokens += [0] * ranks if node_step is None else node_step.key_layout.sizes
+        groups = [range(node * ranks, (node + 1) * ranks) for node, node_step in enumerate(node_steps) if node_step]
+        return tuple(collective(groups, tokens, self.work.payload(name))._replace(axis="ulysses") for name in names)
+
+    def _pairs(self, node_steps: Sequence[NodeStep | None], heads: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        grid, batch = self.rings.grid, self.work.batch
+        node_pairs = [
+            0 if node_step is None else sum(grid.pairs(node, shard, batch) for shard in node_step.key_shards)
+            for node, node_step in enumerate(node_steps)
+        ]
+        return tuple(pairs * len(own_heads) for pairs in node_pairs for own_heads in heads)
 
 
 def within_node(node_step: NodeStep, inner: Steps) -> Steps:

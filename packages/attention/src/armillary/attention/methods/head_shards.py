@@ -147,6 +147,10 @@ class Stage:
         """Key/value heads whose gradients are sent back after the stage."""
         return KeyHeads.of([heads.keys if heads.ends_round else () for heads in self.by_rank])
 
+    def without_rounds(self) -> Stage:
+        """Returns the stage in a call whose keys are expanded from latents, so that no round sends keys."""
+        return Stage(tuple(heads._replace(starts_round=False, ends_round=False) for heads in self.by_rank))
+
 
 @lru_cache(maxsize=256, typed=True)
 def stages_of(key_heads: tuple[int, ...], ranks: int, heads_per_stage: int | None = None) -> tuple[Stage, ...]:

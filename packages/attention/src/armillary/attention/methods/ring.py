@@ -140,7 +140,7 @@ class Ring(Method):
         dk, dv = sums.finish()
         return dq.value(), dk, dv
 
-    def gathering(self, devices: Axis) -> Ring | None:
+    def gathering(self, devices: Axis) -> GatheringRing | None:
         """Returns the ring that rotates latents which the ranks of `devices` share; None with an inner method."""
         rotates_queries = self.backward_side == "queries" or self.inner is not None
         return None if rotates_queries else GatheringRing(self, devices)
@@ -236,14 +236,14 @@ class GatheringRing(Ring):
         Args:
             spec: the spec of `ring`.
         """
-        return super().forward(q, k, v, self._gathering_spec(spec), expansion)
+        return super().forward(q, k, v, self.gathering_spec(spec), expansion)
 
     def backward(
         self, dout: Tensor, saved: Saved, spec: AttentionSpec, expansion: Expansion | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return super().backward(dout, saved, self._gathering_spec(spec), expansion)
+        return super().backward(dout, saved, self.gathering_spec(spec), expansion)
 
-    def _gathering_spec(self, spec: AttentionSpec) -> AttentionSpec:
+    def gathering_spec(self, spec: AttentionSpec) -> AttentionSpec:
         """Returns the spec whose key shards are those of single ranks. Cached per spec."""
         count = self.devices.size
         return spec.cached(("by device", count), lambda: replace(spec, key_layout=spec.key_layout.refine(count)))
@@ -259,14 +259,19 @@ class GatheringRing(Ring):
         spec: AttentionSpec,
         expansion: Expansion | None = None,
     ) -> RingBlock:
-        step = spec.cached(("step", current.step), lambda: self._rings(spec).step(self.axis.rank, current.step))
-        if step is None:  # no query of the node sees a key
-            return spec.block(current.query_shard, current.key_shard, keys=tokens)
-        node_spec = spec.cached(
-            ("node", current.step), lambda: replace(spec, key_layout=step.key_layout.coarsen(self.devices.size))
-        )
-        block = block_of(node_spec.block(self.axis.rank, 0), expansion)
-        return GatheredBlock(block, self.devices, step.key_layout.sizes)
+        gathered = self.gathered_block(current.step, spec, expansion)
+        return gathered or spec.block(current.query_shard, current.key_shard, keys=tokens)
+
+    def gathered_block(
+        self, step: int, spec: AttentionSpec, expansion: Expansion | None = None
+    ) -> GatheredBlock | None:
+        """Returns the attention of a step over the latents of a node; None if no query of the node sees one."""
+        node_step = spec.cached(("step", step), lambda: self._rings(spec).step(self.axis.rank, step))
+        if node_step is None:
+            return None
+        key_layout = node_step.key_layout
+        node_spec = spec.cached(("node", step), lambda: replace(spec, key_layout=key_layout.coarsen(self.devices.size)))
+        return GatheredBlock(block_of(node_spec.block(self.axis.rank, 0), expansion), self.devices, key_layout.sizes)
 
     def _rings(self, spec: AttentionSpec) -> NodeRings:
         layouts = spec.layout.refine(self.devices.size), spec.key_layout

@@ -15,9 +15,8 @@ of DistFlashAttention (arXiv 2310.03294), for any method.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,8 +27,10 @@ from armillary.attention.call.recompute import outside_autocast
 from armillary.attention.call.spec import AttentionSpec, Saved, StagedMethod
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.head_shards import KeyHeads, check_heads_per_stage, split_heads, stages_of
+from armillary.attention.methods.ring import GatheringRing
+from armillary.attention.methods.stage_keys import HeadLatents, Latents, NodeLatents, RoundKeys, StageKeys
 from armillary.attention.methods.ulysses import HeadMethod, PendingTensor
-from armillary.attention.tiling.latents import Expansion, value_dim
+from armillary.attention.tiling.latents import Expansion
 from armillary.core import Axis, accumulation_dtype, start_head_to_seq, start_seq_to_head
 from armillary.core.parts import PackedHeads, check_bool, start_head_to_parts, start_packed_to_head
 
@@ -61,7 +62,7 @@ class UPipe(HeadMethod, StagedMethod):
 
     Here c = e, or c = a if ranks share key/value heads (K < U) and send partial sums. A call on q, k and v (instead of
     hidden states) also sends lse, (U - 1) / U * B T H a in forward and in backward. `inner` sends its own bytes in each
-    stage: a ring rotates the keys of a round once per stage.
+    stage: a ring rotates the keys of a round once per stage, but latents once in a call.
 
     Raises:
         ValueError: `heads_per_stage` is not a positive multiple of U; `prefetch` is not a bool; `inner` is not a
@@ -98,6 +99,7 @@ class UPipe(HeadMethod, StagedMethod):
     def _set_options(self, heads_per_stage: int | None, prefetch: bool) -> None:
         count = heads_per_stage if heads_per_stage is None else check_heads_per_stage(heads_per_stage, self.axis.size)
         self.heads_per_stage, self.prefetch = count, prefetch
+        self.latent_ring = self.inner.gathering(self.axis) if self.inner.sequence_shards > 1 else None
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, expansion: Expansion | None = None
@@ -136,22 +138,22 @@ class UPipe(HeadMethod, StagedMethod):
         """
         call, results = self._staged_call(spec, expansion is not None), list[Tensor]()
         with outside_autocast(source.device_type):
-            for stage, stage_tensors, keys in self._pipeline(call, source, [source.q]):
+            latents = self._send_latents(call, source, expansion)
+            for stage, stage_tensors, keys in self._pipeline(call, source, [source.q], latents):
                 # 1. q has arrived: all n tokens of the sequence shard, and this rank's heads of the stage.
                 q = stage_tensors.pop()
                 if not results:  # allocated at the first stage, when q and v tell the head dims and dtype
                     shape = q.shape[0], call.sizes[self.axis.rank]
-                    dim = value_dim(keys.v, expansion)
-                    results += self.empty_results(shape, sum(call.sizes), spec.key_heads, q, dim, out_buffer)
+                    dim, tokens = keys.value_dim, sum(call.sizes)
+                    results += self.empty_results(shape, tokens, spec.key_heads, q, dim, out_buffer)
                 out, lse = results
                 # 2. Attention over the keys of the round.
                 if stage.own_indices:
-                    of_stage = () if expansion is None else (expansion.of_heads(stage.key_heads),)
-                    stage_out, saved = self.inner.forward(q, keys.k, keys.v, stage.inner_spec, *of_stage)
-                    write_heads(lse, stage.own_indices, [saved.lse])
-                    del saved
+                    stage_out, stage_lse = keys.forward(q, stage.inner_spec, stage.key_heads)
+                    write_heads(lse, stage.own_indices, [stage_lse])
+                    del stage_lse
                 else:  # this rank has no heads in the last stages, but takes part in their all-to-alls
-                    stage_out = q.new_empty((*q.shape[:3], value_dim(keys.v, expansion)))
+                    stage_out = q.new_empty((*q.shape[:3], keys.value_dim))
                 del q
                 # 3. All-to-all back to this rank's tokens. The stage's heads are written into the preallocated out.
                 pending = start_head_to_parts(stage_out, self.axis, call.sizes, stage.query_ranges)
@@ -179,19 +181,18 @@ class UPipe(HeadMethod, StagedMethod):
         call, wide_dtype = self._staged_call(spec, expansion is not None), accumulation_dtype(dout.dtype)
         query_tensors: list[QueryTensor] = [source.q, partial(select_heads, out), partial(select_heads, dout)]
         with outside_autocast(source.device_type):
-            for stage, stage_tensors, keys in self._pipeline(call, source, query_tensors):
+            latents = self._send_latents(call, source, expansion)
+            for stage, stage_tensors, keys in self._pipeline(call, source, query_tensors, latents):
                 # 1. q (projected again), out and dout of this rank's heads of the stage have arrived, in this order. A
                 # rank without heads in the stage returns its empty q as dq.
                 dq = stage_tensors[0]
                 # 2. Backward of attention, with the saved lse: attention itself is not recomputed.
                 if stage.own_indices:
-                    saved = Saved(
-                        stage_tensors[0], keys.k, keys.v, stage_tensors[1], select_heads(lse, stage.own_indices)
-                    )
-                    of_stage = () if expansion is None else (expansion.of_heads(stage.key_heads),)
-                    dq, dk, dv = self.inner.backward(stage_tensors[2], saved, stage.inner_spec, *of_stage)
-                    keys.add_grads(dk, dv)  # summed over the stages of a round, then sent once
-                    del saved, dk, dv
+                    q, stage_out, stage_dout = stage_tensors
+                    stage_lse = select_heads(lse, stage.own_indices)
+                    # dk and dv are summed over the stages of a round, then sent once.
+                    dq = keys.backward(stage_dout, q, stage_out, stage_lse, stage.inner_spec, stage.key_heads)
+                    del q, stage_out, stage_dout, stage_lse
                 stage_tensors.clear()
                 # 3. All-to-all of dq back to this rank's tokens, and backward of the projection of these heads.
                 pending = start_head_to_parts(dq.to(dout.dtype), self.axis, call.sizes, stage.query_ranges)
@@ -201,7 +202,7 @@ class UPipe(HeadMethod, StagedMethod):
                 # 4. At the end of a round the same for dk and dv. If ranks share a key/value head, each sends a partial
                 # sum, in the accumulation dtype.
                 returned_keys = stage.returned_keys
-                if returned_keys.heads:
+                if returned_keys.heads and isinstance(keys, RoundKeys):
                     if not stage.ends_round:  # this rank is in the middle of its round, and sends no heads
                         keys = keys.without_heads()
                     token_grads = list[Tensor]()
@@ -214,6 +215,8 @@ class UPipe(HeadMethod, StagedMethod):
                     source.add_kv(returned_keys.heads, *token_grads)
                     del token_grads
                 del keys  # freed before the next stage is sent
+            if latents is not None:
+                source.add_kv((0,), *latents.token_grads())
 
     def lse_to_seq(self, lse: Tensor, spec: AttentionSpec) -> Tensor:
         """Returns lse [B, T, H] of this rank's tokens, from lse [B, n, h] of its heads."""
@@ -253,8 +256,8 @@ class UPipe(HeadMethod, StagedMethod):
         return len(stages), sum(len(heads.keys) for stage in stages for heads in stage.by_rank)
 
     def _pipeline(
-        self, call: StagedCall, source: QKVSource, tensors: Sequence[QueryTensor]
-    ) -> Iterator[tuple[LocalStage, list[Tensor], RoundKeys]]:
+        self, call: StagedCall, source: QKVSource, tensors: Sequence[QueryTensor], latents: Latents | None
+    ) -> Iterator[tuple[LocalStage, list[Tensor], StageKeys]]:
         """Sends the heads of each stage to their ranks, and yields (stage, received tensors, keys of the round).
 
         The received tensors are in the order of `tensors`. The caller must empty the list, and drop the keys, so that
@@ -262,6 +265,7 @@ class UPipe(HeadMethod, StagedMethod):
 
         Args:
             tensors: functions from query heads to a tensor to send, such as q.
+            latents: the keys of all stages; None if each round has keys of its own.
         """
         keys, pending = None, list[PendingTensor]()
         for i, stage in enumerate(call.stages):
@@ -275,11 +279,19 @@ class UPipe(HeadMethod, StagedMethod):
                 # round continues has received 0 heads, and uses the keys that it has.
                 k, v = stage_tensors[:2]
                 del stage_tensors[:2]
-                keys = RoundKeys(k, v) if stage.starts_round or keys is None else keys
+                keys = RoundKeys(self.inner, k, v) if stage.starts_round or keys is None else keys
                 del k, v
-            assert keys is not None  # every rank has heads in the first stage
-            yield stage, stage_tensors, keys
-            keys = keys.without_heads() if stage.ends_round else keys
+            yield stage, stage_tensors, cast(StageKeys, latents or keys)  # every rank has heads in the first stage
+            keys = keys.without_heads() if keys is not None and stage.ends_round else keys
+
+    def _send_latents(self, call: StagedCall, source: QKVSource, expansion: Expansion | None) -> Latents | None:
+        """Sends latents to all ranks that attend with them; None without an expansion."""
+        if expansion is None:
+            return None
+        k, v = source.kv((0,))
+        if isinstance(self.latent_ring, GatheringRing):
+            return NodeLatents(self.latent_ring, k, v, call.stages[0].inner_spec, expansion)
+        return HeadLatents.gather(self.axis, call.key_sizes, self.inner, k, v, expansion)
 
     def _send_stage(
         self, call: StagedCall, stage: LocalStage, source: QKVSource, tensors: Sequence[QueryTensor]
@@ -319,23 +331,18 @@ class UPipe(HeadMethod, StagedMethod):
         """Returns the stages of a call. Cached per spec.
 
         Args:
-            has_latents: True if the latents of all heads are sent before the first stage, and their gradients after the
-                last one, instead of the keys of each round.
+            has_latents: True if latents are sent before the first stage, instead of the keys of each round.
         """
         rank, ranks, inner = self.axis.rank, self.axis.size, self.inner
 
         def make() -> StagedCall:
-            queries = split_heads(spec.key_heads, ranks).queries
-            stages, all_stages = list[LocalStage](), stages_of(spec.key_heads, ranks, self.heads_per_stage)
-            latents, nothing = KeyHeads((0,), (range(1),) * ranks), KeyHeads((), (range(0),) * ranks)
-            for i, stage in enumerate(all_stages):
+            queries, stages = split_heads(spec.key_heads, ranks).queries, list[LocalStage]()
+            for stage in stages_of(spec.key_heads, ranks, self.heads_per_stage):
+                stage = stage.without_rounds() if has_latents else stage
                 rank_heads = stage.by_rank[rank]
                 own_indices = tuple(head - queries[rank].start for head in rank_heads.queries)
                 inner_spec = spec.with_heads(rank_heads.key_heads(spec.key_heads))
                 key_rounds = stage.received_keys, stage.returned_keys, rank_heads.starts_round, rank_heads.ends_round
-                if has_latents:
-                    is_first, is_last = i == 0, i == len(all_stages) - 1
-                    key_rounds = latents if is_first else nothing, latents if is_last else nothing, is_first, is_last
                 own_keys = range(rank_heads.keys[0], rank_heads.keys[-1] + 1) if rank_heads.keys else range(0)
                 local_stage = stage.queries, stage.query_ranges, *key_rounds, own_indices, own_keys, inner_spec
                 stages.append(LocalStage(*local_stage))
@@ -381,22 +388,3 @@ class LocalStage(NamedTuple):
     own_indices: tuple[int, ...]
     key_heads: range
     inner_spec: AttentionSpec
-
-
-@dataclass
-class RoundKeys:
-    """Keys and values of a round on one rank, k [B, n, h, D] and v [B, n, h, Dv], and their gradients so far."""
-
-    k: Tensor
-    v: Tensor
-    dk: Tensor | None = None
-    dv: Tensor | None = None
-
-    def add_grads(self, dk: Tensor, dv: Tensor) -> None:
-        """Adds the gradients of one stage. Only a second stage widens the sum to the accumulation dtype."""
-        self.dk = dk if self.dk is None else self.dk.to(accumulation_dtype(dk.dtype)).add_(dk)
-        self.dv = dv if self.dv is None else self.dv.to(accumulation_dtype(dv.dtype)).add_(dv)
-
-    def without_heads(self) -> RoundKeys:
-        """Returns keys and values of 0 heads, for all-to-alls in which this rank sends no gradients."""
-        return RoundKeys(*(x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (self.k, self.v)))

@@ -138,19 +138,26 @@ class GatheredBlock(NamedTuple):
     sizes: tuple[int, ...]
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, accumulator: Merge) -> None:
-        self.block.forward(q, *self._gather(k, v), accumulator)
+        self.block.forward(q, *self.gather(k, v), accumulator)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dq: Sum, dk: Sum, dv: Sum
     ) -> None:
-        all_k, all_v = self._gather(k, v)
+        all_k, all_v = self.gather(k, v)
         all_dk, all_dv = Sum.like(all_k), Sum.like(all_v)
         self.block.backward(dout, q, all_k, all_v, out, lse, dq, all_dk, all_dv)
-        pending = [start_reduce_scatter(total.value(), self.axis, self.sizes) for total in (all_dk, all_dv)]
-        for total, transfer in zip((dk, dv), pending, strict=True):
-            total.add(EVERYTHING, transfer.wait())
+        own_grads = self.scatter(all_dk.value(), all_dv.value())
+        for total, grad in zip((dk, dv), own_grads, strict=True):
+            total.add(EVERYTHING, grad)
 
-    def _gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of all devices."""
         pending = [start_all_gather(x, self.axis, self.sizes) for x in (k, v)]
         k, v = (transfer.wait() for transfer in pending)
         return k, v
+
+    def scatter(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of this device's keys and values, from those of all keys on each device."""
+        pending = [start_reduce_scatter(grad, self.axis, self.sizes) for grad in (dk, dv)]
+        dk, dv = (transfer.wait() for transfer in pending)
+        return dk, dv
