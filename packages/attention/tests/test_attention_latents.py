@@ -14,6 +14,7 @@ from fake_ranks import on_fake_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
 
 from armillary.attention import (
     AttentionMask,
@@ -29,7 +30,7 @@ from armillary.attention import (
 )
 from armillary.attention.comm_plans.comm_plan import Role
 from armillary.core import CommLedger, SequenceLayout
-from armillary.core.testing import mesh
+from armillary.core.testing import Dispatched, mesh
 from conformance import METHODS, Case, Composition, compositions, drawn
 from conformance.draw import Trial, with_latents
 from conformance.run import judge
@@ -117,8 +118,8 @@ def test_results_of_ops_are_no_inputs(worlds):
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def ledger_of(method: Method, work: AttentionShape, latent: tuple[int, int]) -> CommLedger:
-    """Runs forward and backward on this rank, and returns the bytes that it sent."""
+def tensors_of(method: Method, work: AttentionShape, latent: tuple[int, int]) -> list[Tensor]:
+    """Returns random q, rotary keys and latents of this rank's tokens, and the weight of their expansion."""
     within = method.shards // method.sequence_shards
     tokens, keys = (layout.refine(within).sizes[method.shard] for layout in (work.layout, work.key_layout))
     rows = work.head_dim - latent[0] + work.value_dim
@@ -126,10 +127,19 @@ def ledger_of(method: Method, work: AttentionShape, latent: tuple[int, int]) -> 
         *((work.batch, tokens, len(work.key_heads), work.head_dim), (work.batch, keys, 1, latent[0])),
         *((work.batch, keys, 1, latent[1]), (work.kv_heads, rows, latent[1])),
     )
-    q, k, v, expansion = (torch.randn(shape, dtype=work.dtype, requires_grad=True) for shape in shapes)
+    return [torch.randn(shape, dtype=work.dtype, requires_grad=True) for shape in shapes]
+
+
+def attend_latents(method: Method, work: AttentionShape, tensors: list[Tensor]) -> Tensor:
+    *qkv, expansion = tensors
+    return method(*qkv, mask=work.mask, layout=work.layout, key_layout=work.key_layout, expansion=expansion)
+
+
+def ledger_of(method: Method, work: AttentionShape, latent: tuple[int, int]) -> CommLedger:
+    """Runs forward and backward on this rank, and returns the bytes that it sent."""
+    tensors = tensors_of(method, work, latent)
     with CommLedger() as ledger:
-        options = {"mask": work.mask, "layout": work.layout, "key_layout": work.key_layout}
-        method(q, k, v, **options, expansion=expansion).sum().backward()
+        attend_latents(method, work, tensors).sum().backward()
     return ledger
 
 
@@ -216,6 +226,51 @@ def test_methods_send_what_is_fewer_bytes(heads):
     for by_method in on_fake_ranks(4, chosen, heads):
         assert all(automatic == min(expanded, latents) for automatic, expanded, latents in by_method), by_method
         assert heads > 2 or all(expanded <= latents for _, expanded, latents in by_method)
+
+
+# -- the price --------------------------------------------------------------------------------------------------------
+
+
+def expansion_flops(one: Composition, is_backward: bool) -> int:
+    """Returns the FLOPs of a rank for 2 rows of 64 tokens, latents of 16, and 8 + 8 rows of the weight for a head."""
+    axes, tokens = dict(one.axes), 64
+    if one.method.endswith("token_ring"):  # keys stay on the devices of a node
+        tokens //= axes.get("devices", axes.get("ring"))
+    elif one.method == "ring-queries" and is_backward:  # keys stay on their ranks
+        tokens //= 4
+    elif "wallfacer" in one.method and one.method != "wallfacer-1" and axes["ring"] == 4:  # in teams of 2
+        tokens //= 2
+    # Of 8 query heads, which share 4 key/value heads. A stage of UPipe has one query head.
+    heads = (8 if "upipe" in one.method else 4) // axes.get("ulysses", 1)
+    products = 3 if is_backward else 1  # expanded again, and one product for each of two gradients
+    return products * 2 * (2 * tokens) * heads * 16 * 16
+
+
+def count_flops(run: Callable[[], Tensor | None]) -> tuple[Tensor | None, int]:
+    """Returns the result of `run` and the FLOPs of matrix products. Kernels on the CPU are other ops."""
+    with FlopCounterMode(display=False) as counter, Dispatched():
+        result = run()
+    flops = counter.get_flop_counts()["Global"]
+    return result, sum(flops.get(op, 0) for op in (torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm))
+
+
+def wrong_flops(ranks: int) -> list[str]:
+    wrong, sizes = list[str](), {"heads": 8, "kv_heads": 4, "head_dim": 12, "value_dim": 8, "batch": 2}
+    for one in compositions(list(METHODS), [ranks]):
+        method = one.build()
+        method.send_latents = True
+        layout = method.sequence_method.layout(64)
+        work = AttentionShape.of(layout, FULL, **sizes, dtype=torch.float32, latent=(4, 16))
+        tensors = tensors_of(method, work, (4, 16))
+        out, forward = count_flops(partial(attend_latents, method, work, tensors))
+        _, backward = count_flops(out.sum().backward)
+        expected = expansion_flops(one, is_backward=False), expansion_flops(one, is_backward=True)
+        wrong += [f"{one}: {forward} and {backward}, not {expected}"] * ((forward, backward) != expected)
+    return wrong
+
+
+def test_every_rank_expands_the_tokens_and_heads_that_it_attends_with():
+    assert on_fake_ranks(4, wrong_flops, 4) == [[]] * 4
 
 
 # -- gradients --------------------------------------------------------------------------------------------------------
