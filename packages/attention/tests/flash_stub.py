@@ -52,6 +52,7 @@ def readable(*tensors):
 
 def attend(q, k, v, ends_q, ends_k, max_q, max_k, window, scale, softcap, version):
     readable(q, k, v)
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     full = ends_q is None
     max_q, max_k = (q.shape[1], k.shape[1]) if full else (max_q, max_k)
     outs, lses = [], []
@@ -67,6 +68,7 @@ def attend(q, k, v, ends_q, ends_k, max_q, max_k, window, scale, softcap, versio
 def attend_backward(tensors, into, ends_q, ends_k, max_q, max_k, window, scale, softcap, version):
     dout, q, k, v, out, lse = tensors
     readable(dout, q, k, v, out, *into)
+    assert len({x.shape[-1] for x in (dout, q, k, v, out)}) == 1
     full = ends_q is None
     max_q, max_k = (q.shape[1], k.shape[1]) if full else (max_q, max_k)
     assert lse.is_contiguous() and [x.shape for x in into] == [x.shape for x in (q, k, v)]

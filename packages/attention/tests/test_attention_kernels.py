@@ -167,7 +167,6 @@ LIMITS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 0.03}
 def test_tiles_with_part_of_the_keys_of_their_rows(kernel, tile, kv_heads, values, capped, dtype, seed):
     torch.manual_seed(seed)
     tile = Tile(0, tile.q1 - tile.q0, 0, tile.k1 - tile.k0, *tile.offsets)
-    values = 8 if kernel in FLASH else values
     scores = Scores(0.3, 1.5 if capped and kernel.limits.softcap else None)
     shapes = [(tile.q1, 4, 8), (tile.k1, kv_heads, 8), (tile.k1, kv_heads, values), (tile.q1, 4, values)]
     q, k, v, dout = (torch.randn(2, *shape).to(dtype) for shape in shapes)
@@ -206,7 +205,8 @@ def test_dense_kernel_limits_its_scores_in_memory():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kernel", EMULATED, ids=lambda kernel: kernel.name)
-def test_kernels_on_a_gpu_agree_with_the_dense_one(monkeypatch, kernel):
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)])
+def test_kernels_on_a_gpu_agree_with_the_dense_one(monkeypatch, kernel, dims):
     monkeypatch.undo()
     module_exists.cache_clear()
     torch.manual_seed(0)
@@ -214,8 +214,8 @@ def test_kernels_on_a_gpu_agree_with_the_dense_one(monkeypatch, kernel):
         tile = Tile(0, queries, 0, keys, low, high).trim()
         if tile is None or tile != Tile(0, queries, 0, keys, *tile.offsets):
             continue
-        q, k, v, dout = (torch.randn(2, n, h, 64).bfloat16().cuda() for n, h in zip(
-            (queries, keys, keys, queries), (4, 2, 2, 4), strict=True))  # fmt: skip
+        q, k, v, dout = (torch.randn(2, n, h, d).bfloat16().cuda() for n, h, d in zip(
+            (queries, keys, keys, queries), (4, 2, 2, 4), (dims[0], *dims, dims[1]), strict=True))  # fmt: skip
         if reason := kernel.refuses(Inputs.of(q, v)):
             pytest.skip(reason)
         wide = [x.double() for x in (q, k, v, dout)]
@@ -232,7 +232,8 @@ def test_kernels_on_a_gpu_agree_with_the_dense_one(monkeypatch, kernel):
 
 def run_block(kernel, mask, key_heads=(0, 0, 1, 1), tokens=64):
     torch.manual_seed(0)
-    q, k, v, dout = (torch.randn(2, tokens, heads, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    shapes = (4, 16), (2, 16), (2, 8), (4, 8)
+    q, k, v, dout = (torch.randn(2, tokens, *shape, dtype=torch.float64) for shape in shapes)
     layout = SequenceLayout.zigzag(tokens, 1)
     block = AttentionSpec(mask, layout, layout, Scores(0.4), key_heads, kernel).block(0, 0)
     merge, sums = Merge.of(q, v.shape[3]), [Sum.like(x) for x in (q, k, v)]
@@ -359,7 +360,7 @@ def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces,
     module, names = TORCHS[kernel]
     for name in names:
         monkeypatch.setattr(module, name, asserting_contiguous_rows(getattr(module, name)))
-    q, k, v, dout = (ORDERS[order](*shape) for shape in [(2, 6, 4, 8), (2, 5, 2, 8), (2, 5, 2, 8), (2, 6, 4, 8)])
+    q, k, v, dout = (ORDERS[order](*shape) for shape in [(2, 6, 4, 16), (2, 5, 2, 16), (2, 5, 2, 8), (2, 6, 4, 8)])
     band, sequences = (None, -1), Sequences((6,) * 2 * pieces, (5,) * 2 * pieces, (None, -1))
 
     def pack(x):
@@ -370,7 +371,7 @@ def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces,
     else:
         q, k, v, dout = map(pack, (q, k, v, dout))
         out, lse = kernel.forward_packed(q, k, v, sequences, Scores(0.3))
-    assert out.shape == q.shape and lse.shape == q.shape[:-1] and lse.dtype == torch.float32
+    assert out.shape == dout.shape and lse.shape == q.shape[:-1] and lse.dtype == torch.float32
     if kernel == Efficient() and "out" not in [p.name for p in parameters(meta__efficient_attention_backward)]:
         return  # in torch 2.11 the meta function lacks an argument of the op on CUDA
     tensors = (dout, q, k, v, out, lse)
@@ -386,12 +387,12 @@ def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces,
 @pytest.mark.parametrize("kernel", TORCHS, ids=lambda kernel: kernel.name)
 def test_outputs_on_a_fake_gpu_have_the_shapes_of_a_kernel(monkeypatch, kernel, dtype, flip):
     monkeypatch.undo()
-    values = 8 if isinstance(kernel, CudaFlash) else 16
-    if reason := kernel.refuses(Inputs("cuda", dtype, 8, values, capability=(9, 0))):
+    dim, values = (16, 8) if isinstance(kernel, CudaFlash) else (8, 16)
+    if reason := kernel.refuses(Inputs("cuda", dtype, dim, values, capability=(9, 0))):
         pytest.skip(reason)
     with FakeTensorMode():
         q, k, v = (torch.empty(2, n, h, d, dtype=dtype, device="cuda") for n, h, d in
-                   ((37, 4, 8), (37, 2, 8), (37, 2, values)))  # fmt: skip
+                   ((37, 4, dim), (37, 2, dim), (37, 2, values)))  # fmt: skip
         out, lse = kernel.forward(q, k, v, (0, None) if flip else (None, 0), Scores(0.3))
     assert (out.shape, out.dtype, out.device.type) == ((2, 37, 4, values), dtype, "cuda")
     assert (lse.shape, lse.dtype) == ((2, 37, 4), torch.float32)
@@ -494,6 +495,7 @@ REFUSED = [
     (FlashAttn3(), on_cuda(capability=None), "not an unknown one"),
     (FlashAttn4(), on_cuda(capability=(12, 0)), r"capability 9 .*10 .*12.0"),
     (FlashAttn4(), on_cuda(dims=(192, 192), capability=(10, 0)), r"128.*256.*192 and 192"),
+    (FlashAttn4(), on_cuda(dims=(192, 128), capability=(10, 0)), r"128.*256.*192 and 128"),
     (Cudnn(), on_cuda(capability=(8, 0)), "not 8.0"),
     (Cudnn(), on_cuda(dims=(256, 256)), "128.*192 and 128.*256 and 256"),
     (Cudnn(), ANY_ORDER, "deterministic"),
@@ -535,7 +537,11 @@ PREFERRED = [
     ((), replace(on_cuda(), **WINDOW), "cuda_flash"),
     ((), replace(on_cuda(), **DOCUMENTS), "cuda_flash"),
     ((3,), replace(on_cuda(), **DOCUMENTS), "flash_attn_3"),
-    ((), replace(on_cuda(dims=(192, 128)), **WINDOW), "efficient"),
+    ((), replace(on_cuda(dims=(192, 128)), **WINDOW), "cuda_flash"),
+    ((2,), replace(on_cuda(dims=(192, 128)), **DOCUMENTS), "flash_attn_2"),
+    (ALL, replace(on_cuda(dims=(192, 128)), **DOCUMENTS), "flash_attn_3"),
+    (ALL, replace(on_cuda(dims=(192, 128), capability=BLACKWELL), **DOCUMENTS), "flash_attn_2"),
+    ((), on_cuda(dims=(192, 128), capability=AMPERE), "cuda_flash"),
     (ALL, on_cuda(capability=BLACKWELL), "flash_attn_4"),
     ((2, 3), on_cuda(capability=BLACKWELL), "cudnn"),
     (ALL, on_cuda(capability=LATER), "flash_attn_2"),

@@ -46,7 +46,10 @@ def kernel_candidates(inputs: Inputs) -> list[KernelCandidate]:
 
     def order(candidate: KernelCandidate) -> tuple[bool, float]:
         known_efficiency = efficiency(candidate.kernel.name, inputs.capability)
-        return candidate.drawback is not None, -known_efficiency.full if known_efficiency else 0.0
+        speed = known_efficiency.full if known_efficiency else 0.0
+        if candidate.kernel.limits.head_dims.pads_values:  # the share of the products that are not with padding
+            speed *= (inputs.head_dim + inputs.value_dim) / (2 * inputs.head_dim)
+        return candidate.drawback is not None, -speed
 
     candidates = [KernelCandidate(kernel, kernel.refuses(inputs), kernel.drawback(inputs)) for kernel in KERNELS]
     # The sort is stable: without published figures the order of KERNELS decides.

@@ -107,23 +107,23 @@ class HeadDims:
     """Supported head dims of q and k, and of v: at most `largest`, and multiples of `multiple`.
 
     Args:
-        equal: True if v must have the head dim of q and k.
+        pads_values: True if the kernel has one head dim, so that v is padded to that of q and k, and must not be wider.
         exceptions: further supported pairs (head dim of q and k, head dim of v).
     """
 
     largest: int | None = None
     multiple: int = 1
-    equal: bool = False
+    pads_values: bool = False
     exceptions: tuple[tuple[int, int], ...] = ()
 
     def refuses(self, qk: int, v: int) -> str | None:
         too_large = self.largest is not None and max(qk, v) > self.largest
         wrong_dims = qk % self.multiple or v % self.multiple
-        if (qk, v) in self.exceptions or not (too_large or wrong_dims or (self.equal and qk != v)):
+        if (qk, v) in self.exceptions or not (too_large or wrong_dims or (self.pads_values and qk < v)):
             return None
-        words, each = (["one head dim for q, k and v"], "") if self.equal else (["head dims"], "each ")
-        words += [f"{each}at most {self.largest}"] if self.largest else []
-        words += [f"{each}a multiple of {self.multiple}"] if self.multiple > 1 else []
+        words = ["head dims", *(["that of v at most that of q and k"] if self.pads_values else [])]
+        words += [f"each at most {self.largest}"] if self.largest else []
+        words += [f"each a multiple of {self.multiple}"] if self.multiple > 1 else []
         exceptions = "".join(f", or {a} and {b}" for a, b in self.exceptions)
         return f"needs {', '.join(words)}{exceptions}, not {qk} and {v}"
 

@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from armillary.attention.kernels.inputs import Inputs, Limits
 from armillary.attention.mask import Window
@@ -150,6 +151,12 @@ def contiguous_rows(x: Tensor, multiple: int = 1) -> Tensor:
     if rows_apart and (multiple == 1 or not any(start % multiple for start in (x.storage_offset(), *outer))):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def pad_head_dims(*tensors: Tensor) -> list[Tensor]:
+    """Returns tensors [..., D] of one head dim, the largest. Zeros change no score, no output and no gradient."""
+    dim = max(x.shape[-1] for x in tensors)
+    return [x if x.shape[-1] == dim else pad(x, (0, dim - x.shape[-1])) for x in tensors]
 
 
 # -- many small tiles in one call -------------------------------------------------------------------------------------

@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from armillary.attention.kernels.inputs import HALVES, HeadDims, Inputs, Limits
-from armillary.attention.kernels.kernel import BackwardTensors, Batched, Kernel, Scores, Tile, contiguous_rows
+from armillary.attention.kernels.kernel import (
+    BackwardTensors,
+    Batched,
+    Kernel,
+    Scores,
+    Tile,
+    contiguous_rows,
+    pad_head_dims,
+)
 from armillary.attention.mask import Window
 from armillary.core import accumulation_dtype
 
@@ -113,22 +121,16 @@ class CpuFlash(Batched, TopLeft):
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         dim = v.shape[3]
         # `transpose` gives the op [B, H, T, D] without a copy.
-        q, k, v = (x.transpose(1, 2) for x in _pad_head_dims(q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in pad_head_dims(q, k, v))
         out, lse = _cpu_forward(q, k, v, 0.0, causal, scale=scale)
         return out.transpose(1, 2)[..., :dim], lse.transpose(1, 2)
 
     def call_backward(self, tensors: BackwardTensors, causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
         dims, lse = [x.shape[3] for x in tensors[1:4]], tensors[5]
-        dout, q, k, v, out = (x.transpose(1, 2) for x in _pad_head_dims(*tensors[:5]))
+        dout, q, k, v, out = (x.transpose(1, 2) for x in pad_head_dims(*tensors[:5]))
         grads = _cpu_backward(dout, q, k, v, out, lse.transpose(1, 2), 0.0, causal, scale=scale)
         dq, dk, dv = (x.transpose(1, 2)[..., :dim] for x, dim in zip(grads, dims, strict=True))
         return dq, dk, dv
-
-
-def _pad_head_dims(*tensors: Tensor) -> list[Tensor]:
-    # The op needs one head dim. Zeros change no score and no output.
-    dim = max(x.shape[3] for x in tensors)
-    return [x if x.shape[3] == dim else pad(x, (0, dim - x.shape[3])) for x in tensors]
 
 
 # -- on CUDA ----------------------------------------------------------------------------------------------------------
