@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -19,39 +19,6 @@ from armillary.attention.tiling.accumulators import Merge, Sum
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.latents import Expansion, value_dim
 from armillary.core import Axis, accumulation_dtype, start_head_to_seq, start_seq_to_head
-
-
-class StageKeys(Protocol):
-    """Keys and values with which a rank attends in some stages, and the sums of their gradients."""
-
-    @property
-    def value_dim(self) -> int:
-        """Dv."""
-        ...
-
-    def forward(self, q: Tensor, spec: AttentionSpec, heads: range) -> tuple[Tensor, Tensor]:
-        """Returns out [B, n, h, Dv] and lse [B, n, h] of this rank's heads of a stage.
-
-        Args:
-            spec: the spec of the inner method for these heads.
-            heads: the key/value heads of the stage, which are expanded if these are latents.
-        """
-        ...
-
-    def backward(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, heads: range) -> Tensor:
-        """Returns dq of a stage, and adds its part of dk and dv to their sums. Arguments as in `forward`."""
-        ...
-
-
-class Latents(StageKeys, Protocol):
-    """Latents for all stages of a call."""
-
-    def token_grads(self) -> tuple[Tensor, Tensor]:
-        """Sends the gradients to the owners of the latents. Returns those of this rank's tokens, after the last stage.
-
-        They are in the accumulation dtype.
-        """
-        ...
 
 
 @dataclass
@@ -75,10 +42,17 @@ class RoundKeys:
         return value_dim(self.v, self.expansion)
 
     def forward(self, q: Tensor, spec: AttentionSpec, heads: range) -> tuple[Tensor, Tensor]:
+        """Returns out [B, n, h, Dv] and lse [B, n, h] of this rank's heads of a stage.
+
+        Args:
+            spec: the spec of the inner method for these heads.
+            heads: the key/value heads of the stage, which are expanded if these are latents.
+        """
         out, saved = self.inner.forward(q, self.k, self.v, spec, *self._expansion_to(heads))
         return out, saved.lse
 
     def backward(self, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, spec: AttentionSpec, heads: range) -> Tensor:
+        """Returns dq of a stage, and adds its part of dk and dv to their sums. Arguments as in `forward`."""
         saved = Saved(q, self.k, self.v, out, lse)
         dq, dk, dv = self.inner.backward(dout, saved, spec, *self._expansion_to(heads))
         self.add_grads(dk, dv)
@@ -119,6 +93,7 @@ class HeadLatents(RoundKeys):
         return cls(inner, k, v, expansion, axis=axis, sizes=sizes)
 
     def token_grads(self) -> tuple[Tensor, Tensor]:
+        """Sends the sums of gradients to the owners of the latents. Returns those of this rank's tokens, dk and dv."""
         # Each rank has sums over its own heads. The owner of the tokens adds them up.
         sums = (cast(Tensor, grad).to(accumulation_dtype(self.k.dtype)) for grad in (self.dk, self.dv))
         heads = (range(1),) * self.axis.size
@@ -178,3 +153,7 @@ class NodeLatents:
         for step, shard in enumerate(self.shards):
             if (block := self.ring.gathered_block(step, spec, expansion)) is not None:
                 yield block.block, shard, self.grads[step]
+
+
+Latents = HeadLatents | NodeLatents
+StageKeys = RoundKeys | NodeLatents
