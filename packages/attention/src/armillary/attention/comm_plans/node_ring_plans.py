@@ -231,14 +231,13 @@ class GatheredLatents:
         """Returns the plan of a `GatheringRing`; `heads` are the query heads of each of the U ranks."""
 
         def run(is_backward: bool) -> Iterator[Step]:
-            returning = ()
             for step, node_steps in enumerate(self.node_steps):
+                returning = self._return(step - 1) if is_backward else ()
                 yield Step(self._within_nodes(all_gather, node_steps, "k", "v"))
                 yield Step((self._rotate(step), *returning), self._pairs(node_steps, heads))
                 if is_backward:
                     yield Step(self._within_nodes(reduce_scatter, node_steps, "dk", "dv"))
-                    returning = self._return(step)
-            yield Step(returning)
+            yield Step(self._return(self.rings.nodes - 1) if is_backward else ())
 
         return CommPlan(steps(*run(is_backward=False)), steps(*run(is_backward=True)))
 
@@ -257,20 +256,15 @@ class GatheredLatents:
     def return_grads(self) -> Steps:
         """Returns the steps after the last stage of backward."""
 
-        def run() -> Iterator[Step]:
-            returning = ()
-            for step, node_steps in enumerate(self.node_steps):
-                yield Step((*self._within_nodes(reduce_scatter, node_steps, "dk", "dv"), *returning))
-                returning = self._return(step)
-            yield Step(returning)
-
-        return steps(*run())
+        scatters = (self._within_nodes(reduce_scatter, node_steps, "dk", "dv") for node_steps in self.node_steps)
+        scatter_steps = (Step((*scatter, *self._return(step - 1))) for step, scatter in enumerate(scatters))
+        return steps(*scatter_steps, Step(self._return(self.rings.nodes - 1)))
 
     def _rotate(self, step: int) -> Move:
         return move_between_nodes(self.rings, rotation_sends, step, self.work.payload("k", "v"))._replace(axis="ring")
 
     def _return(self, step: int) -> tuple[Move, ...]:
-        if step == 0:  # each rank has sums for its own latents, which stay
+        if step <= 0:  # at step 0 each rank has sums for its own latents, which stay
             return ()
         sums = self.work.payload("dk", "dv")
         return (move_between_nodes(self.rings, ring_reduce_sends, step, sums)._replace(axis="ring"),)
