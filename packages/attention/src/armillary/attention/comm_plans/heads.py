@@ -44,7 +44,7 @@ class UlyssesPlan(HeadPlan):
             for rank in range(ranks)
         )
         if work.latent is not None and rotates_latents and ranks > 1:
-            plan, to_heads = GatheredLatents(work, ranks).ring_plan(heads.queries), ()
+            plan, to_heads = GatheredLatents(work, ranks).ring_plan([*map(len, heads.queries)]), ()
         else:
             plan = moves.inner_plan(inner, tuple(rank_calls))
         qkv = moves.to_heads(*queries, "q", q * e), *to_heads
@@ -89,12 +89,13 @@ class UPipePlan(HeadPlan):
         e = work.e  # bytes of an element
         inner_plan = cache(partial(moves.inner_plan, inner))  # most stages are equal
         # 0. Latents are sent before the first stage, and their gradients after the last one.
-        kept_latents, sent_latents, latent_grads = None, Steps(), Steps()
+        stage_plan, sent_latents, latent_grads = None, Steps(), Steps()
         if work.latent is not None:
             stages = [stage.without_rounds() for stage in stages]
             if rotates_latents and work.layout.shards > 1:
-                kept_latents = GatheredLatents(work, ranks)
-                sent_latents, latent_grads = kept_latents.send(), kept_latents.return_grads()
+                latents = GatheredLatents(work, ranks)
+                stage_plan = cache(latents.stage_plan)
+                sent_latents, latent_grads = latents.send(), latents.return_grads()
             else:
                 keys = moves.sent_keys(())
                 sent_latents = (Step((moves.to_heads(*keys, "k", work.k * e), moves.to_heads(*keys, "v", work.v * e))),)
@@ -118,7 +119,7 @@ class UPipePlan(HeadPlan):
                 for heads in stage.by_rank
             )
             stage_heads = [heads.queries for heads in stage.by_rank]
-            plan = inner_plan(tuple(rank_calls)) if kept_latents is None else kept_latents.stage_plan(stage_heads)
+            plan = stage_plan(tuple(map(len, stage_heads))) if stage_plan else inner_plan(tuple(rank_calls))
             plans.append(plan)
             # 3. Back to tokens: out; in backward dq, and dk and dv of keys whose round ends. Gradients of a key head
             #    that several ranks share are partial sums, which are sent in the accumulation dtype.

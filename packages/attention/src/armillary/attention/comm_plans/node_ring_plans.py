@@ -227,8 +227,8 @@ class GatheredLatents:
         nodes = range(self.rings.nodes)
         self.node_steps = [[self.rings.step(node, step) for node in nodes] for step in nodes]
 
-    def ring_plan(self, heads: Sequence[range]) -> CommPlan:
-        """Returns the plan of a `GatheringRing`; `heads` are the query heads of each of the U ranks."""
+    def ring_plan(self, heads: Sequence[int]) -> CommPlan:
+        """Returns the plan of a `GatheringRing`; `heads` are the numbers of query heads of the U ranks."""
 
         def run(is_backward: bool) -> Iterator[Step]:
             for step, node_steps in enumerate(self.node_steps):
@@ -248,14 +248,13 @@ class GatheredLatents:
         gathers = (self._within_nodes(all_gather, node_steps, "k", "v") for node_steps in self.node_steps)
         return steps(*(Step((self._rotate(step), *gather)) for step, gather in enumerate(gathers)))
 
-    def stage_plan(self, heads: Sequence[Sequence[int]]) -> CommPlan:
-        """Returns the plan of a stage with these query heads of each of the U ranks: it sends nothing."""
+    def stage_plan(self, heads: Sequence[int]) -> CommPlan:
+        """Returns the plan of a stage with a number of query heads on each of the U ranks: it sends nothing."""
         attend = steps(*(Step(pairs=self._pairs(node_steps, heads)) for node_steps in self.node_steps))
         return CommPlan(attend, attend)
 
     def return_grads(self) -> Steps:
         """Returns the steps after the last stage of backward."""
-
         scatters = (self._within_nodes(reduce_scatter, node_steps, "dk", "dv") for node_steps in self.node_steps)
         scatter_steps = (Step((*scatter, *self._return(step - 1))) for step, scatter in enumerate(scatters))
         return steps(*scatter_steps, Step(self._return(self.rings.nodes - 1)))
@@ -279,13 +278,13 @@ class GatheredLatents:
         groups = [range(node * ranks, (node + 1) * ranks) for node, node_step in enumerate(node_steps) if node_step]
         return tuple(collective(groups, tokens, self.work.payload(name))._replace(axis="ulysses") for name in names)
 
-    def _pairs(self, node_steps: Sequence[NodeStep | None], heads: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    def _pairs(self, node_steps: Sequence[NodeStep | None], heads: Sequence[int]) -> tuple[int, ...]:
         grid, batch = self.rings.grid, self.work.batch
         node_pairs = [
             0 if node_step is None else sum(grid.pairs(node, shard, batch) for shard in node_step.key_shards)
             for node, node_step in enumerate(node_steps)
         ]
-        return tuple(pairs * len(own_heads) for pairs in node_pairs for own_heads in heads)
+        return tuple(pairs * own_heads for pairs in node_pairs for own_heads in heads)
 
 
 def within_node(node_step: NodeStep, inner: Steps) -> Steps:
