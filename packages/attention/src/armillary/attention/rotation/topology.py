@@ -54,12 +54,10 @@ class RingTopology:
         )
 
     def cheaper_direction(self, grid: Grid) -> RingTopology:
-        """Returns this ring or the opposite one, whichever sends fewer tokens; this one if both send as many.
-
-        With a causal mask and zigzag shards, keys that travel towards lower ranks first visit the ranks that see all of
-        them and then those that see half, so that half of each shard stops early. Without a mask each of N tokens makes
-        P - 1 hops. This direction sends 3 / 4 of these (P - 1) N tokens, the other one (P - 1/2) / P.
-        """
+        """Returns this ring or the opposite one, whichever sends fewer tokens; this one if both send as many."""
+        # Under a causal mask, zigzag keys that travel towards lower ranks visit the ranks that see half of them last:
+        # half of each shard stops early, after 3 / 4 of the (P - 1) N hops without a mask. The other direction makes
+        # (P - 1/2) / P of them.
         # The grid is the same on every rank, so that every rank chooses alike without communication.
         reach, opposite = self.reach(grid), self.opposite
         # Derives the reaches of the opposite ring from those of this one, which is faster than `_reach`.
@@ -84,7 +82,6 @@ class RingTopology:
 
     def _reach(self, grid: Grid, origin: int) -> Reach:
         size, layout = len(self.ranks), grid.key_layout if self.rotating_side == "keys" else grid.layout
-        # At step s the shard is on the rank s hops after its owner.
         visible = [self.visible_tokens(grid, (origin + step) % size, origin) for step in range(1, size)]
         return Reach.of(layout.sizes[self.rotating_shards[origin]], visible)
 
