@@ -3,10 +3,9 @@
 `tile_array` intersects a mask's slices with the spans of both shards, and `join_tiles` joins adjacent tiles.
 
 A slice of a mask is a band on positions: query i sees key j iff low <= j - i <= high. Its intersection with a span of
-queries and a span of keys is at most one tile if both have the same step, because bounds on positions are then bounds
-on local indices: a *band* on a rectangle, in which query a (a row) sees key b (a column) iff low <= b - a <= high. A
-full rectangle has no bounds; a causal square has high = 0. Adjacent tiles are joined if their union is a band with
-bounds of theirs.
+queries and a span of keys of the same step is at most one tile: a *band* on a rectangle of local indices, in which
+query a (a row) sees key b (a column) iff low <= b - a <= high. A full rectangle has no bounds; a causal square has
+high = 0. Adjacent tiles are joined if their union is a band with bounds of theirs.
 
 Pure: no process group, no tensors. Masks of many documents have thousands of slices, so each function computes all
 intersections at once, in NumPy.
@@ -160,14 +159,12 @@ def tile_array(queries: SpanTable, keys: SpanTable, slices: Slices) -> TileArray
 def _equalize_steps(
     rows: Runs, columns: Runs, shard: Integers, low: Integers, high: Integers
 ) -> tuple[Runs, Runs, Integers, Integers, Integers]:
-    """Cuts the shorter of two runs with unequal steps into single tokens, because such runs form no band.
-
-    Many tiles of one token are slow, but exact. A run of one token forms a band with any run.
-    """
+    """Cuts the shorter of two runs with unequal steps into single tokens, because such runs form no band."""
     unequal = (rows.step != columns.step) & (rows.count > 1) & (columns.count > 1)
     if not unequal.any():
         return rows, columns, shard, low, high
-    # Each pair of runs is repeated once per token of its shorter run; `index` is the number of the token.
+    # Each pair of runs is repeated once per token of its shorter run; `index` is the number of the token. Many tiles of
+    # one token are slow, but exact.
     pair, index = repeat_indices(np.where(unequal, np.minimum(rows.count, columns.count), 1))
     rows, columns, unequal = rows[pair], columns[pair], unequal[pair]
     cut_rows = rows.count <= columns.count
@@ -227,15 +224,12 @@ def _join(tiles: Integers) -> Integers:
 
 
 def _may_join(tiles: Integers) -> NDArray[np.bool_]:
-    """Returns True for each of the tiles [n, 6] that may be joined with a tile to its left or right.
-
-    If no tile has a lower bound, as under a causal mask, two tiles can only be joined if they end at the same row
-    (`_joint_band`); if no tile has an upper bound, only if they start at the same row. Tiles of adjacent documents do
-    neither, so thousands of them are excluded here.
-    """
+    """Returns True for each of the tiles [n, 6] that may be joined with a tile to its left or right."""
     has_low, has_high = (tiles[:, 4] != -FAR).any(), (tiles[:, 5] != FAR).any()
     if has_low and has_high:  # a window: a union may have a bound that one of its tiles lacks
         return np.ones(len(tiles), dtype=np.bool_)
+    # Without lower bounds, as under a causal mask, only tiles that end at the same row can be joined (`_joint_band`);
+    # without upper bounds, only tiles that start at the same row. That excludes thousands of adjacent documents.
     edge = 0 if has_low else 1  # index of q0, the row at which a tile starts, or of q1, at which it ends
     # A tile may be joined with one that starts at the column where it ends, and has the same edge. Each pair
     # (column, edge) is one integer; coordinates are replaced by their index in sorted order, so that it fits.
