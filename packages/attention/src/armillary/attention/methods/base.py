@@ -240,11 +240,7 @@ def check_inner(axis: Axis, inner: AttentionMethod, example: str) -> None:
 
 
 def check_rank_grid(outer: Axis, inner: Axis) -> None:
-    """Raises ValueError unless two axes span a grid of ranks.
-
-    The groups of ranks along `outer` are the rows of the grid, those along `inner` its columns. From any rank, one step
-    along a row and then one along a column must lead to the same rank as in the other order. The check covers all ranks
-    that the axes' meshes have, not only this rank's row and column, so every rank raises the same error.
+    """Raises ValueError unless two axes span a grid of ranks: groups along `outer` are its rows, along `inner` columns.
 
     Raises:
         ValueError: a row and a column share more than one rank (as if both axes are the same), a column has different
@@ -253,6 +249,7 @@ def check_rank_grid(outer: Axis, inner: Axis) -> None:
     if outer.size == 1 or inner.size == 1:
         return
     pair = f"axis {outer.name!r} over ranks {outer.ranks()} and axis {inner.name!r} inside of it over {inner.ranks()}"
+    # All rows and columns of the meshes, not only this rank's, so that every rank raises the same error.
     rows, columns = outer.parallel_ranks(), inner.parallel_ranks()
     row_of = {rank: row for row in rows for rank in row}
     crossings = [(row_of[rank], column) for column in columns for rank in column if rank in row_of]
