@@ -330,11 +330,9 @@ class Teams:
     # -- algorithms 2 and 3 of the paper ------------------------------------------------------------------------------
 
     def key_target(self, team: int, member: int) -> int:
-        """Returns the rank to which a member sends its team's keys before the ring (get_init_send, algorithm 2).
-
-        Member a of team t sends to member t % C of team a R + t // C, which is in group a. So the C members send the
-        keys to a different group each, and the ranks of a ring receive the keys of different teams.
-        """
+        """Returns the rank to which a member sends its team's keys before the ring (get_init_send, algorithm 2)."""
+        # Member a of team t sends to member t % C of team a R + t // C. So the C members send the keys to a different
+        # group each, and the ranks of a ring receive the keys of different teams.
         return self.rank(member * self.ring_size + team // self.team_size, team % self.team_size)
 
     def key_source(self, team: int, member: int) -> tuple[int, int]:
@@ -360,8 +358,6 @@ class Teams:
 
     def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
         """Returns the layout over P ranks in which the tokens of each team together are a shard of layout `kind`.
-
-        For "balanced", `deal` divides each of the R shards of a balanced layout over C teams.
 
         Raises:
             ValueError: an unknown kind, or fewer tokens than ranks.
