@@ -227,10 +227,6 @@ class HeadRun(NamedTuple):
 def head_runs(key_heads: tuple[int, ...]) -> tuple[HeadRun, ...]:
     """Returns the fewest runs of heads in which equally many query heads use each key/value head.
 
-    Kernels require equal numbers, so each run is a kernel call of its own. The numbers may differ if a head axis
-    divides the heads: with 2 query heads per key/value head, a rank with query heads 1, 2 and 3 uses one key/value head
-    once and one twice.
-
     Args:
         key_heads: for each local query head, the local key/value head that it uses.
     """
@@ -241,6 +237,8 @@ def head_runs(key_heads: tuple[int, ...]) -> tuple[HeadRun, ...]:
         if last is not None and (last.q1 - last.q0) == group * (last.k1 - last.k0):
             runs[-1] = last._replace(q1=q0 + group, k1=key_head + 1)
         else:
+            # Kernels require equal numbers. They differ if a head axis cuts a group: of 2 query heads per key/value
+            # head, a rank with query heads 1, 2 and 3 has one of the first group and both of the second.
             runs.append(HeadRun(q0, q0 + group, key_head, key_head + 1))
     return tuple(runs)
 
@@ -251,8 +249,7 @@ def head_runs(key_heads: tuple[int, ...]) -> tuple[HeadRun, ...]:
 def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> tuple[SingleCall | PackedCall, ...]:
     """Returns the calls with small ones packed: those with equal `PackingKernel.pack_key` and equal heads.
 
-    No query is in two calls of a pack, because one merge writes all their results. No key is, because one addition
-    writes all their gradients. The packs are the same in each run. Their indices are on the host.
+    Their indices are on the host.
     """
     packs_in_order = list[list[int]]()  # for each pack, or single call, the indices of its calls
     open_packs = dict[Hashable, list[OpenPack]]()
@@ -273,7 +270,8 @@ def pack_calls(calls: Sequence[KernelCall], kernel: Kernel, shards: Shards) -> t
         keys = range(keys.start + row * shards.keys, keys.stop + row * shards.keys)
         heads = (query_part.heads.start, query_part.heads.stop, key_part.heads.start, key_part.heads.stop)
         packs = open_packs.setdefault((key, heads), [])
-        # First fit: the first open pack of the same kind that shares no tokens with this call, else a new pack.
+        # First fit: the first open pack of the same kind that shares no queries with this call, because one merge
+        # writes all results of a pack, and no keys, because one addition writes all gradients; else a new pack.
         for pack in packs:
             query_index, key_index = _insertion_index(pack.queries, queries), _insertion_index(pack.keys, keys)
             if query_index is not None and key_index is not None:
