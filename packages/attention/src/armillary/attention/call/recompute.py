@@ -25,15 +25,12 @@ def autocast_enabled(x: Tensor) -> bool:
 
 
 def capture_autocast(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Returns a function that makes a context with the present autocast state, for recomputation in backward.
-
-    Autocast's cache is off in the context. The cache keeps the first cast of a weight. If that cast was made without
-    autograd, the recomputation would use it, and the weight would get no gradient. So the first computation, which runs
-    without autograd, must run in such a context too.
-    """
+    """Returns a function that makes a context with the present autocast state, for computation and recomputation."""
     if device_type == "meta":
         return nullcontext
     is_enabled = torch.is_autocast_enabled(device_type)
+    # Without the cache, which would keep the first cast of a weight, made without autograd: recomputation would use it,
+    # and the weight would get no gradient.
     options: dict[str, Any] = {"enabled": is_enabled, "cache_enabled": False}
     return partial(torch.autocast, device_type, dtype=torch.get_autocast_dtype(device_type), **options)
 
