@@ -205,11 +205,6 @@ class GraphCall(NamedTuple):
 
     A graph must not depend on the values of a call, so the call is checked when the graph runs.
 
-    The projections of a staged method are not traced. The op takes the registered number of the module that makes them
-    (`Projector`), and calls it when the graph runs, with tensors that are inputs of the graph. The module uses its
-    current parameters, because FSDP may have swapped them. The parameters are inputs of the op too, so that it can
-    return their gradients.
-
     Args:
         options: as the caller gave them, with the kernel's name. Mask and layouts are None in fake kernels, where their
             values are unknown.
@@ -319,6 +314,8 @@ class GraphCall(NamedTuple):
         return AttentionCall(self.method, spec, self.options.return_lse)
 
     def _projected_call(self, x: Tensor, number: Tensor, *projection_tensors: Tensor) -> ProjectedCall:
+        # Projections are not traced: their module makes them when the graph runs, with its current parameters, because
+        # FSDP may have swapped them. The parameters are inputs of the op only for their gradients.
         projector: Projector = object_of(int(number.item()))
         q, k = self._empty_heads(x)
         spec, dtype = check_call(self.method, q, k, k, None, self.options), AUTOCAST_DTYPES[self.autocast]
@@ -333,10 +330,8 @@ class GraphCall(NamedTuple):
         return q, k
 
     def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
-        """Returns empty tensors shaped like the results of `forward`, while a graph is traced.
-
-        Tokens may be symbols, so the call, whose checks would specialize the graph to the present sizes, is not made.
-        """
+        """Returns empty tensors shaped like the results of `forward`, while a graph is traced."""
+        # Without the call, whose checks would specialize the graph to the present sizes: tokens may be symbols.
         method: Any = self.method
         if self.is_projected:
             q, k = self._empty_heads(tensors[0])
@@ -363,9 +358,7 @@ def autocast_name(x: Tensor) -> str:
 
 
 def shard_tokens(method: AttentionMethod, layout: SequenceLayout | None, tokens: int) -> int:
-    """Returns the number of tokens of this rank's sequence shard, from which an op computes the shapes of its results.
-
-    While a graph is traced it is a symbol, unlike the values of a layout.
+    """Returns the number of tokens of this rank's sequence shard; a symbol while a graph is traced.
 
     Args:
         layout: layout over all ranks of the method or over its sequence axis; None if there is one shard.
