@@ -215,8 +215,8 @@ class Ring(Method):
 class GatheringRing(Ring):
     """A ring whose ranks each have some of the latents of a node, and gather them within the node at each step.
 
-    For Ulysses around a ring (USP), whose U ranks attend with other heads, but with the same latents: if each gathered
-    the latents of its node first and then rotated them, the same latents would travel between nodes U times.
+    For methods on the head axis, whose U ranks attend with other heads, but with the same latents. If each gathered
+    these first and then rotated them, they would travel between nodes U times.
 
     Args:
         ring: the ring between nodes, whose communicators are used.
