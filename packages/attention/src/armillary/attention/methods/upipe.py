@@ -260,8 +260,7 @@ class UPipe(HeadMethod, StagedMethod):
     ) -> Iterator[tuple[LocalStage, list[Tensor], StageKeys]]:
         """Sends the heads of each stage to their ranks, and yields (stage, received tensors, keys of the round).
 
-        The received tensors are in the order of `tensors`. The caller must empty the list, and drop the keys, so that
-        their memory is free before the next stage is sent.
+        The received tensors are in the order of `tensors`.
 
         Args:
             tensors: functions from query heads to a tensor to send, such as q.
@@ -281,6 +280,7 @@ class UPipe(HeadMethod, StagedMethod):
                 del stage_tensors[:2]
                 keys = RoundKeys(self.inner, k, v) if stage.starts_round or keys is None else keys
                 del k, v
+            # The caller empties the list and drops the keys, to free their memory before the next stage is sent.
             yield stage, stage_tensors, cast(StageKeys, latents or keys)  # every rank has heads in the first stage
             keys = keys.without_heads() if keys is not None and stage.ends_round else keys
 
@@ -298,8 +298,7 @@ class UPipe(HeadMethod, StagedMethod):
     ) -> list[PendingTensor]:
         """Starts the all-to-alls of a stage: of k and v if a round starts on any rank, then of `tensors`.
 
-        Returns one function per tensor, which waits for it. Without `prefetch` the transfers have ended already, so
-        that each send buffer is freed before the next tensor is projected.
+        Returns one function per tensor, which waits for it.
         """
         pending: list[PendingTensor] = []
 
@@ -308,7 +307,7 @@ class UPipe(HeadMethod, StagedMethod):
             transfer = start_packed_to_head(PackedHeads.cut(heads.pop(0), ranges), self.axis, sizes)
             if self.prefetch:
                 pending.append(transfer.wait)
-            else:
+            else:  # frees the send buffer before the next tensor is projected
                 result = transfer.wait()
                 pending.append(lambda: result)
 
