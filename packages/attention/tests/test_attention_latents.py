@@ -57,7 +57,7 @@ def test_every_composition_conforms_with_latents_on_the_wire(worlds, ranks):
         Case(heads=8, kv_heads=4, mask=CAUSAL, seed=0, **sizes),
         Case(heads=9, kv_heads=3, mask=documents, seed=1, **sizes),  # in the last stage, a rank may have no head
     ]
-    trials = [Trial(one, cases[i % 2]) for i, one in enumerate(every)]
+    trials = [Trial(one, cases[1 - i % 2]) for i, one in enumerate(every)]
     verdicts = worlds(ranks).run(judge, trials)[-1]
     assert not [(trial, verdict) for trial, verdict in zip(trials, verdicts, strict=True) if verdict.failure]
 
