@@ -62,7 +62,7 @@ class UPipe(HeadMethod, StagedMethod):
 
     Here c = e, or c = a if ranks share key/value heads (K < U) and send partial sums. A call on q, k and v (instead of
     hidden states) also sends lse, (U - 1) / U * B T H a in forward and in backward. `inner` sends its own bytes in each
-    stage: a ring rotates the keys of a round once per stage, but latents once in a call.
+    stage: a ring rotates the keys of a round once per stage, but latents once in a call; a rank keeps all that it sees.
 
     Raises:
         ValueError: `heads_per_stage` is not a positive multiple of U; `prefetch` is not a bool; `inner` is not a
