@@ -162,7 +162,7 @@ def test_masks_of_all_kinds_share_the_graphs_of_documents():
 
 
 class Columns(nn.Module):
-    """Projections as a module, and the parts from which a graph rebuilds them."""
+    """Projections as a module, and the parts from which a graph rebuilds them. Values have head dim D - 1."""
 
     heads, key_heads = H, K
 
@@ -176,10 +176,10 @@ class Columns(nn.Module):
 
     def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
         k = self.key(x).unflatten(-1, (K, D))[:, :, list(heads)]
-        return k, 2 * k
+        return k, 2 * k[..., 1:]
 
     def parts(self) -> ProjectionParts:
-        return ProjectionParts(self.ticket, D, [], list(self.parameters()))
+        return ProjectionParts(self.ticket, D, D - 1, [], list(self.parameters()))
 
     def projections_of(self, tensors: Sequence[Tensor]) -> Columns:
         return self
@@ -189,7 +189,7 @@ class Columns(nn.Module):
 def test_sinks_of_projections_in_stages_are_in_the_graph(shape):
     torch._dynamo.reset()
     attend, columns = UPipe(Axis.alone("ulysses"), heads_per_stage=2), Columns()
-    x, sinks, dout = torch.randn(2, 7, 6), torch.randn(shape), torch.randn(2, 7, H, D)
+    x, sinks, dout = torch.randn(2, 7, 6), torch.randn(shape), torch.randn(2, 7, H, D - 1)
     leaves = [x.requires_grad_(), sinks.requires_grad_(), *columns.parameters()]
 
     def call(x: Tensor, sinks: Tensor) -> Tensor:

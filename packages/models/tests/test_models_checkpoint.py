@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hybrid_models import STATES
+from latent_models import SIZES as LATENT_SIZES
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -61,6 +62,7 @@ CONFIGS = [
     {"qk_norm": True, "qkv_bias": True, "window": 4, "window_from": 1},
     {"tied_embeddings": True, "head_dim": 6},
     {"mixers": ("delta_rule", "mamba2", "attention"), "states": STATES},
+    {"kv_heads": 4, "latent": LATENT_SIZES},
 ]
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hybrid_models import HYBRID
+from latent_models import DIRECT, LATENT
 
 from armillary.attention import AttentionMask
 from armillary.models import GPTConfig, LlamaConfig
@@ -23,6 +24,7 @@ PRESETS = {
     LlamaConfig.llama3_70b: 70_553_706_496,
     LlamaConfig.mistral_7b: 7_241_732_096,
     LlamaConfig.qwen3_32b: 32_762_123_264,
+    LlamaConfig.youtu_2b: 1_961_560_064,
     GPTConfig.gpt2: 124_439_808,
     GPTConfig.gpt2_medium: 354_823_168,
     GPTConfig.gpt2_large: 774_030_080,
@@ -55,6 +57,13 @@ def test_flops_count_every_multiplication_once():
     gpt = GPTConfig(dim=128, layers=4, heads=8)
     learned = gpt.parameters() - 1024 * 128
     assert gpt.flops_per_token(1000) == pytest.approx(3 * (2 * learned + 4 * 500.5 * A_KEY), rel=1e-15)
+
+
+def test_flops_of_latents_count_the_expansion_once_per_token_and_dims_of_queries_and_values():
+    # Forward, 2 per multiply-add: down to latents, up to 8 heads, output, MLP, norms, head; then scores and values.
+    projections = 32 * (14 + 10 + 4) + 14 * 8 * 12 + 10 * 8 * (8 + 6) + 8 * 6 * 32
+    weights = 2 * (projections + 3 * 32 * 48 + 2 * 32 + 14 + 10) + 32 + 37 * 32
+    assert LATENT.flops_per_token(100, AttentionMask(causal=False)) == 3 * (2 * weights + 2 * 100 * 8 * 2 * (12 + 6))
 
 
 def test_flops_count_only_visible_pairs():
@@ -95,6 +104,8 @@ def test_flops_count_states_and_attention_layers_only():
         replace(DEBUG, head_dim=32, kv_heads=1, layers=1),
         replace(DEBUG, qk_norm=True, qkv_bias=True, out_bias=True, mlp_bias=True, layers=1),
         GPTConfig(dim=8, layers=11, heads=2, vocab_size=7, max_positions=9),
+        replace(LATENT, layers=11),
+        DIRECT,
         replace(HYBRID, layers=8),
         replace(HYBRID, layers=8, tied_embeddings=True),
     ],

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from hub_folders import build
 
-from armillary.models import GPTConfig, LinearScaling, Llama3Scaling, YarnScaling
-from armillary.models.hub.configs import FAMILIES, GPT_FIELDS, HYBRID
+from armillary.models import GPTConfig, LatentSizes, LinearScaling, Llama3Scaling, YarnScaling
+from armillary.models.hub.configs import FAMILIES, GPT_FIELDS, HYBRID, LATENT, LATENT_FIELDS
 from armillary.models.parts import ends_of_text, parse
 
 
@@ -44,6 +44,8 @@ LLAMA3 = {
         *((kind, {"use_sliding_window": True}) for kind in ("qwen2", "qwen3")),
         ("llama", {"num_key_value_heads": None}),  # transformers refuses it for Mistral
         ("qwen3", {"num_key_value_heads": None}),
+        ("youtu", {"num_key_value_heads": 32}),
+        ("youtu", {"num_key_value_heads": 32, "q_lora_rank": None, "rope_interleave": None}),
     ],
     ids=str,
 )
@@ -55,7 +57,11 @@ def test_absent_fields_have_the_defaults_of_transformers(kind, extra):
     assert config.norm_eps == expected.rms_norm_eps
     assert config.rope_theta == expected.rope_parameters["rope_theta"]
     assert config.kv_heads == expected.num_key_value_heads
-    assert config.head_dim == (getattr(expected, "head_dim", None) or 2)
+    assert config.rotary_dim == (getattr(expected, "head_dim", None) or 2)
+    assert config.head_dim == (getattr(expected, "qk_head_dim", None) or config.rotary_dim)
+    if config.latent is not None:
+        sizes = {LATENT_FIELDS[name]: getattr(expected, name) for name in LATENT_FIELDS}
+        assert config.latent == LatentSizes(**sizes | {"interleaved": bool(expected.rope_interleave)})
     assert config.max_positions == expected.max_position_embeddings
     assert config.tied_embeddings == expected.tie_word_embeddings
     assert config.window == getattr(expected, "sliding_window", None)
@@ -139,7 +145,8 @@ def test_any_value_of_a_field_is_read_or_refused_with_its_name(kind):
     field_names = {"model_type", "rope_theta", "rope_scaling", "rope_parameters", "sliding_window", "max_window_layers"}
     field_names |= {"use_sliding_window", "layer_types", "n_inner", "partial_rotary_factor"}
     plain = {"model_type": kind, **(REQUIRED if kind != "gpt2" else {}), **(STATES if kind == HYBRID else {})}
-    field_names |= {*STATES} if kind == HYBRID else set()
+    plain |= {"num_key_value_heads": REQUIRED["num_attention_heads"]} if kind == LATENT else {}
+    field_names |= {*STATES} if kind == HYBRID else {*LATENT_FIELDS} if kind == LATENT else set()
     assert refusal(plain) is None
     for name in {*family.fields, *family.computed, *field_names}:
         for value in HOSTILE:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from latent_models import LATENT, SIZES
 
 from armillary.core.testing import relative_error
 from armillary.models import (
@@ -24,6 +25,7 @@ N = 48
 LLAMA = LlamaConfig(
     vocab_size=37, dim=24, layers=3, heads=4, kv_heads=2, hidden_dim=40, rope_theta=777.0, max_positions=64
 )
+YOUTU = replace(LATENT, norm_eps=1e-3, rope_theta=777.0, max_positions=64)
 QWEN2, QWEN3 = replace(LLAMA, qkv_bias=True), replace(LLAMA, qk_norm=True)
 ORIGINAL = {"factor": 4.0, "original_max_position_embeddings": 16}
 LLAMA3 = Llama3Scaling(low_freq_factor=1.0, high_freq_factor=4.0, **ORIGINAL)
@@ -51,6 +53,16 @@ CASES = {  # independent options share a case
         replace(QWEN3, head_dim=12, tied_embeddings=True, rope_scaling=LLAMA3),
     ),
     "qwen3 biases window from 1": ("qwen3", replace(QWEN3, qkv_bias=True, out_bias=True, window=6, window_from=1)),
+    "youtu": ("youtu", YOUTU),
+    "youtu direct queries halves yarn": (
+        "youtu",
+        replace(
+            YOUTU,
+            latent=replace(SIZES, query_rank=None, interleaved=False),
+            tied_embeddings=True,
+            rope_scaling=YarnScaling(mscale=2.0, mscale_all_dim=0.5, **ORIGINAL),
+        ),
+    ),
     "gpt2 eps": ("gpt2", GPTConfig(vocab_size=37, dim=24, layers=2, heads=2, max_positions=64, norm_eps=0.3)),
 }
 IDS = torch.randint(37, (2, N), generator=torch.Generator().manual_seed(0))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hybrid_models import HYBRID
+from latent_models import DIRECT, LATENT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -39,6 +40,7 @@ LLAMA = LlamaConfig(vocab_size=37, dim=32, layers=2, heads=8, kv_heads=4, hidden
 TIED = replace(LLAMA, tied_embeddings=True, qkv_bias=True, qk_norm=False, vocab_size=40, kv_heads=2)
 FEW = replace(LLAMA, vocab_size=5, qk_norm=False, tied_embeddings=True)  # 4 ranks get 2, 2, 1 and 0 rows
 LEARNED = GPTConfig(vocab_size=38, dim=32, layers=2, heads=8, max_positions=64)
+ONE_LATENT = replace(LATENT, layers=1)
 TIED_HYBRID = replace(HYBRID, mixers=("attention", "mamba2", "delta_rule"), tied_embeddings=True)
 OF_STATES = replace(HYBRID, layers=2, mixers=("delta_rule", "mamba2"))
 ROWS, N = 4, 64
@@ -204,14 +206,23 @@ GROUPS = {
         Case({"tp": 2, "ring": 2}, "ring", HYBRID, LAYER, packed=True, tokens=43),
         Case({"shard": 2, "ring": 2}, "ring", TIED_HYBRID, LAYER, packed=True, tokens=43, contiguous_states=True),
     ],
+    "4 ranks, latents": [
+        Case({"tp": 2, "ulysses": 2}, "upipe", LATENT, KEEP, packed=True),
+        Case({"ring": 2, "ulysses": 2}, "usp", DIRECT, RECOMPUTE, packed=True, tokens=43),
+        Case({"tp": 2, "ring": 2}, "ring", LATENT, tokens=43),
+        Case({"shard": 2, "ulysses": 2}, "upipe", DIRECT, TILED, tokens=43, zero_stage=2),
+    ],
     "2 ranks": [
         Case({"tp": 2}, "local", TIED, LAYER, sharded=False),
         Case({"tp": 2}, "local", LEARNED, TILED, sharded=False),
+        Case({"tp": 2}, "local", LATENT, LAYER, sharded=False, tokens=43),
+        Case({"ring": 2}, "ring", LATENT, LAYER, packed=True, tokens=43),
         Case({"ring": 2}, "ring", HYBRID, TILED, layout="contiguous", packed=True),
     ],
     "compiled": [
         Case({"ulysses": 2}, "ulysses", TIED, KEEP, compiler="aot_eager"),
         Case({"ring": 2}, "ring", OF_STATES, compiler="aot_eager", packed=True),
+        Case({"ulysses": 2}, "upipe", ONE_LATENT, compiler="aot_eager"),
     ],
 }
 """Cases of equal world sizes, which run in the same processes so that torch's caches are warm."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from hybrid_models import HYBRID
+from latent_models import LATENT
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local, UPipe, build_attention
@@ -25,7 +26,7 @@ from armillary.models import (
 LLAMA = LlamaConfig(vocab_size=61, dim=36, layers=3, heads=6, kv_heads=2, head_dim=8, hidden_dim=48, rope_theta=1e4)
 GPT2 = GPTConfig(vocab_size=61, dim=24, layers=2, heads=4, max_positions=40)
 SPREAD = replace(HYBRID, vocab_size=61, mixers=("delta_rule", "attention", "mamba2"))
-MODELS = {"llama": LLAMA, "gpt": GPT2, "hybrid": SPREAD}
+MODELS = {"llama": LLAMA, "gpt": GPT2, "hybrid": SPREAD, "latent": replace(LATENT, vocab_size=61)}
 
 
 def build(kind: str = "llama", dtype=torch.float64, attention=None, **changes) -> Llama | GPT:
@@ -77,6 +78,7 @@ def test_greedy_text_matches_transformers(kind, tmp_path):
         ("hybrid", None, 1, {}),
         ("hybrid", None, 2, {}),
         ("hybrid", None, 9, {}),
+        ("latent", (4, None), 9, {}),
     ],
     ids=str,
 )
@@ -190,7 +192,8 @@ def sampled_on_ranks() -> list[tuple[Tensor, Tensor]]:
         (generate(model, prompt(), new_tokens=8), generate(alone, prompt(), new_tokens=8)),
         (generate(model, prompt(), seed=4 + method.shard, **drawn), generate(alone, prompt(), seed=4, **drawn)),
     ]
-    for kind, axes in (("gpt", {"shard": 2, "tp": 2}), ("hybrid", {"ring": 2, "tp": 2})):
+    axes_by_kind = {"gpt": {"shard": 2, "tp": 2}, "hybrid": {"ring": 2, "tp": 2}, "latent": {"ring": 2, "tp": 2}}
+    for kind, axes in axes_by_kind.items():
         over, model = mesh(**axes), build(kind)
         expected = generate(model, prompt(tokens=10), new_tokens=6)
         attention = build_attention("ring", over) if "ring" in axes else None

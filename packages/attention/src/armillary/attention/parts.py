@@ -2,6 +2,7 @@
 # ruff: noqa: F401
 """Parts of attention that the packages above are built from."""
 
+from armillary.attention.call.calls import sent_projections
 from armillary.attention.call.qkv_sources import ProjectionParts, head_slices, select_heads, update_heads
 from armillary.attention.call.recompute import (
     GradientSums,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from armillary.core import LabelTriples
 from armillary.core.parts import imported_at_first_use
 from armillary.models.activation_checkpoint.policy import Checkpointing
-from armillary.models.config import GPTConfig, LlamaConfig, Mixer, StateConfig
+from armillary.models.config import GPTConfig, LatentSizes, LlamaConfig, Mixer, StateConfig
 from armillary.models.gpt import GPT
 from armillary.models.hub.pretrained import load_pretrained
 from armillary.models.initialization import initialize, pretrained_config
@@ -30,6 +30,7 @@ __all__ = [
     "Checkpointing",
     "GPTConfig",
     "LabelTriples",
+    "LatentSizes",
     "LinearScaling",
     "Llama",
     "Llama3Scaling",

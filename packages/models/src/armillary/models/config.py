@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from armillary.attention import AttentionMask
-from armillary.core.parts import integer, number
+from armillary.core.parts import check_bool, integer, number
 from armillary.models.layers.rope import Llama3Scaling, RopeScaling
 
 Mixer = Literal["attention", "delta_rule", "mamba2"]
@@ -46,12 +46,15 @@ class LlamaConfig:
         mixers: layer i has the mixer `mixers[i % len(mixers)]`: `("delta_rule", "delta_rule", "attention")` is a hybrid
             with attention in every third layer.
         states: sizes of the layers with other mixers than attention; needed if there are any.
+        latent: sizes of multi-head latent attention (DeepSeek, Youtu-LLM), which all layers then have. `head_dim` is D,
+            `latent.key_dim + latent.rotary_dim`.
 
     Raises:
         ValueError: a size is not an integer of at least 1, key/value heads do not divide query heads, the head dim is
             odd, dim is below heads without a head dim, eps is below 0 or not finite, theta is not above 0 or not
             finite, `window_from` is not a layer (without a window, not 0), a mixer is unknown, there are no mixers or
-            more than layers, `states` are missing or not used, or there are more than 2^59 parameters.
+            more than layers, `states` are missing or not used, there are more than 2^59 parameters, or `latent` comes
+            with another head dim, other numbers of heads and key/value heads, qk_norm, a bias, a window or states.
     """
 
     vocab_size: int
@@ -74,9 +77,12 @@ class LlamaConfig:
     window_from: int = 0
     mixers: tuple[Mixer, ...] = ("attention",)
     states: StateConfig | None = None
+    latent: LatentSizes | None = None
 
     def __post_init__(self) -> None:
         check_sizes(self, [name for name in SIZES if name != "head_dim"])
+        if self.latent is not None:
+            self._check_latent(self.latent)
         if self.head_dim == 0:
             object.__setattr__(self, "head_dim", self.dim // self.heads)
         if self.head_dim == 0:
@@ -105,6 +111,19 @@ class LlamaConfig:
                 f"mixers={self.mixers} with states={self.states}: states are the sizes of mixers other than attention"
             )
         check_parameters(self)
+
+    def _check_latent(self, latent: LatentSizes) -> None:
+        """Sets the head dim, and raises ValueError for options that multi-head latent attention does not have."""
+        head_dim = latent.key_dim + latent.rotary_dim
+        if self.head_dim == 0:
+            object.__setattr__(self, "head_dim", head_dim)
+        if self.kv_heads != self.heads:
+            raise ValueError(f"kv_heads={self.kv_heads} must be heads={self.heads} with latent={latent}")
+        accepted = {"head_dim": head_dim, "window": None, "states": None}
+        accepted |= dict.fromkeys(("qk_norm", "qkv_bias", "out_bias", "mlp_bias"), False)
+        for name, value in accepted.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name}={getattr(self, name)} with latent={latent}: it must be {value}")
 
     @classmethod
     def llama3_8b(cls) -> LlamaConfig:
@@ -171,9 +190,36 @@ class LlamaConfig:
         )
 
     @classmethod
+    def youtu_2b(cls) -> LlamaConfig:
+        """Youtu-LLM-2B (arXiv 2512.24618), with multi-head latent attention: 1,961,560,064 parameters."""
+        return cls(
+            vocab_size=128_256,
+            dim=2048,
+            layers=32,
+            heads=16,
+            kv_heads=16,
+            hidden_dim=6144,
+            norm_eps=1e-6,
+            rope_theta=1_600_000.0,
+            max_positions=131_072,
+            tied_embeddings=True,
+            latent=LatentSizes(rank=512, query_rank=1536, rotary_dim=64, key_dim=128, value_dim=128),
+        )
+
+    @classmethod
     def debug(cls) -> LlamaConfig:
         """A small model for tests and laptops: 804,224 parameters; its vocabulary is the bytes and one separator."""
         return cls(vocab_size=257, dim=128, layers=4, heads=8, kv_heads=4, hidden_dim=352, rope_theta=10_000.0)
+
+    @property
+    def value_dim(self) -> int:
+        """Dv."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dims of a query head that RoPE rotates."""
+        return self.head_dim if self.latent is None else self.latent.rotary_dim
 
     def window_of(self, layer: int) -> int | None:
         """Returns the window of a layer: the maximum number of keys that a query sees."""
@@ -203,6 +249,8 @@ class LlamaConfig:
         mlp = 3 * self.dim * self.hidden_dim + (2 * self.hidden_dim + self.dim if self.mlp_bias else 0)
         if mixer != "attention" and self.states is not None:
             return self.states.parameters(mixer, self.dim) + mlp + norms
+        if self.latent is not None:
+            return self.latent.parameters(self.dim, self.heads) + mlp + norms
         # Weights: E H D each for queries and output, E K D each for keys and values.
         attention = self.dim * self.head_dim * 2 * (self.heads + self.kv_heads)
         attention += 2 * self.head_dim if self.qk_norm else 0
@@ -215,21 +263,21 @@ class LlamaConfig:
 
         These are the usual model FLOPs of an MFU. Each parameter that multiplies the token counts 6 (2 forward, 4
         backward). The embedding table is looked up and does not count, unless it is tied to the head; biases and norms
-        count as if they multiplied. Attention adds 12 H D in each layer for every key that the token sees under `mask`
-        (causal by default) and the layer's window; layers with a state add `StateConfig.flops_per_token`.
-        Softmax, RoPE and recomputation do not count.
+        count as if they multiplied. Attention adds 6 H (D + Dv) in each layer for every key that the token sees under
+        `mask` (causal by default) and the layer's window; layers with a state add `StateConfig.flops_per_token`.
+        Softmax, RoPE and recomputation do not count; latents are expanded once.
 
         Raises:
             ValueError: `length` is below 1, or the documents of `mask` do not end there.
         """
         lookup_parameters = 0 if self.tied_embeddings else self.vocab_size * self.dim
         windows = (self.window_of(layer) for layer in range(self.layers) if self.mixer_of(layer) == "attention")
-        # Q K^T and P V: 2 products x 2 FLOPs in forward, twice as much in backward: 12 per visible key, head and dim.
-        key_elements = visible_keys(length, mask, windows) * self.heads * self.head_dim
+        # Q K^T and P V: 2 FLOPs in forward, twice as much in backward: 6 per visible key, head and dim, D and Dv.
+        key_elements = visible_keys(length, mask, windows) * self.heads * (self.head_dim + self.value_dim)
         state_flops = 0
         if self.states is not None:
             state_flops = sum(n * self.states.flops_per_token(mixer) for mixer, n in self.mixer_counts().items())
-        return 6 * (self.parameters() - lookup_parameters) + 12 * key_elements + state_flops
+        return 6 * (self.parameters() - lookup_parameters + key_elements) + state_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,6 +352,11 @@ class GPTConfig:
         """D."""
         return self.dim // self.heads
 
+    @property
+    def value_dim(self) -> int:
+        """Dv, equal to D."""
+        return self.head_dim
+
     def parameters(self) -> int:
         """Number of trained parameters: blocks, final norm, embedding table and positions."""
         # Attention (q, k, v and output): 4 E^2 weights, 4 E biases. MLP: 8 E^2 and 5 E. Two LayerNorms: 4 E.
@@ -315,6 +368,45 @@ class GPTConfig:
         """See `LlamaConfig.flops_per_token`. Learned positions are looked up; other parameters multiply."""
         multiplying_parameters = self.parameters() - self.max_positions * self.dim
         return 6 * multiplying_parameters + 12 * visible_keys(length, mask, [None] * self.layers) * self.dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """The sizes of multi-head latent attention, MLA (arXiv 2405.04434).
+
+    Args:
+        rank: L, numbers of the latent from which a token's keys and values are made.
+        query_rank: numbers of the latent of queries; None projects to queries directly.
+        rotary_dim: Dr, dims of queries and keys with positions; even. The rotary key is the same for all heads.
+        key_dim: D - Dr, dims of queries and keys without positions.
+        value_dim: Dv.
+        interleaved: RoPE rotates dims 2i and 2i + 1, as in DeepSeek's and Youtu-LLM's weights, not i and i + Dr / 2.
+
+    Raises:
+        ValueError: a size is not an integer of at least 1, or `rotary_dim` is odd.
+    """
+
+    rank: int
+    rotary_dim: int
+    key_dim: int
+    value_dim: int
+    query_rank: int | None = None
+    interleaved: bool = True
+
+    def __post_init__(self) -> None:
+        check_sizes(
+            self, ["rank", "rotary_dim", "key_dim", "value_dim", *["query_rank"] * (self.query_rank is not None)]
+        )
+        check_bool("interleaved", self.interleaved)
+        if self.rotary_dim % 2:
+            raise ValueError(f"rotary_dim={self.rotary_dim} is odd; RoPE rotates pairs, so it must be even")
+
+    def parameters(self, dim: int, heads: int) -> int:
+        """Number of parameters of attention with H heads on a residual stream of width `dim`."""
+        queries, values = heads * (self.key_dim + self.rotary_dim), heads * self.value_dim
+        query = dim * queries if self.query_rank is None else self.query_rank * (dim + 1 + queries)  # with a norm
+        latent = dim * (self.rank + self.rotary_dim) + self.rank  # with a norm
+        return query + latent + self.rank * (heads * self.key_dim + values) + values * dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,5 +514,6 @@ def check_sizes(config: object, names: Sequence[str]) -> None:
 def check_parameters(config: LlamaConfig | GPTConfig) -> None:
     """Raises ValueError for a model of more than `MAX_PARAMETERS` parameters."""
     if config.parameters() > MAX_PARAMETERS:
-        sizes = ", ".join(f"{name}={getattr(config, name)}" for name in SIZES if hasattr(config, name))
-        raise ValueError(f"{sizes}: {config.parameters()} parameters; at most 2^59 are supported")
+        sizes = {name: getattr(config, name, None) for name in (*SIZES, "latent")}
+        text = ", ".join(f"{name}={value}" for name, value in sizes.items() if value is not None)
+        raise ValueError(f"{text}: {config.parameters()} parameters; at most 2^59 are supported")

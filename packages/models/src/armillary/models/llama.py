@@ -20,6 +20,7 @@ from armillary.core import SequenceLayout, relayout
 from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction
 from armillary.models.config import LlamaConfig, Mixer
 from armillary.models.hub.pretrained import Pretrained
+from armillary.models.layers.latent_attention import LatentAttention
 from armillary.models.layers.projections import ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
 from armillary.models.layers.state_mixers import STATE_MIXERS, StateMixer
@@ -119,7 +120,7 @@ class LlamaDecoder(Decoder):
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> RotaryEmbedding:
         config = self.config
-        return RotaryEmbedding.at(positions, config.head_dim, config.rope_theta, dtype, config.rope_scaling)
+        return RotaryEmbedding.at(positions, config.rotary_dim, config.rope_theta, dtype, config.rope_scaling)
 
 
 class HybridDecoder(LlamaDecoder):
@@ -170,7 +171,8 @@ class LlamaBlock(Block):
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         if mixer == "attention":
-            self.self_attn, self.window = LlamaAttention(config, attention), window
+            kind = LlamaAttention if config.latent is None else LatentAttention
+            self.self_attn, self.window = kind(config, attention), window
         else:
             assert config.states is not None  # checked by the config
             self.linear_attn = STATE_MIXERS[mixer](config.dim, config.states, config.norm_eps, attention)
@@ -178,7 +180,7 @@ class LlamaBlock(Block):
         self.mlp = LlamaMLP(config)
 
     @property
-    def mixer(self) -> LlamaAttention | StateMixer:
+    def mixer(self) -> LlamaAttention | LatentAttention | StateMixer:
         return self.linear_attn if "linear_attn" in self._modules else self.self_attn
 
     @property

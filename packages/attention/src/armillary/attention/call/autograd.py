@@ -27,7 +27,7 @@ from armillary.attention.call.calls import (
     latents_of,
     sinks_gradient,
 )
-from armillary.attention.call.qkv_sources import Projections, Traceable
+from armillary.attention.call.qkv_sources import Projections, Traceable, latents_of_projections
 from armillary.attention.call.recompute import capture_autocast
 from armillary.attention.call.spec import AttentionMethod, AttentionOptions, StagedMethod
 from armillary.attention.call.validation import (
@@ -74,6 +74,11 @@ def project(
     method: AttentionMethod, x: Tensor, projections: Projections, sinks: Tensor | None, options: AttentionOptions
 ) -> Tensor:
     """Returns out [B, T, H, Dv] of attention from hidden states x [B, T, E]."""
+    # Latents are small, so queries are not sent ahead of them. A staged method takes both from its source.
+    latents = None if method.projects_in_stages else latents_of_projections(projections)
+    if latents is not None:
+        q, (k, v) = projections.q(x, range(projections.heads)), latents.kv(x, range(1))
+        return attend(method, q, k, v, sinks, options, latents.expansion())[0]
     if not torch.compiler.is_compiling():
         return project_eagerly(method, x, projections, sinks, options)
     # In a graph: projections of all heads are ordinary nodes of the graph, followed by attention. A staged method must
@@ -87,7 +92,7 @@ def project(
 
         return outside_graphs(project_eagerly, method, x, projections, sinks, options)
     check_sinks(sinks, projections.heads, x.device)
-    heads = projections.heads, projections.key_heads, projection_parts.head_dim
+    heads = projections.heads, projections.key_heads, projection_parts.head_dim, projection_parts.value_dim
     projected = autocast_name(x), *heads, len(projection_parts.tensors)
     call = GraphCall.of(method, options, x.shape[1], x.shape[1], *projected)
     tensors = [x, projection_parts.projector, *projection_parts.tensors, *projection_parts.parameters]

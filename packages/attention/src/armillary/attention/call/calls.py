@@ -20,7 +20,14 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from armillary.attention.call.qkv_sources import Projected, Projections, Projector, one_token
+from armillary.attention.call.qkv_sources import (
+    Projected,
+    Projections,
+    Projector,
+    latents_of_projections,
+    one_token,
+    projected_dtype,
+)
 from armillary.attention.call.recompute import GradientSums, RNGReplay, outside_autocast
 from armillary.attention.call.spec import (
     AttentionMethod,
@@ -164,7 +171,9 @@ class ProjectedCall:
     def forward(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
         method, spec, x = self.method, self.spec, tensors[0]
         with self.autocast():
-            out, lse = method.attend(Projected(x, self.projections, draws=self.draws), spec)
+            projections = sent_projections(method, x, self.projections, spec.key_heads)
+            source = Projected(x, projections, draws=self.draws)
+            out, lse = method.attend(source, spec, expansion=source.expansion)
             local_lse = lse.new_empty(0)
             if sinks is not None:
                 with outside_autocast(x.device.type):
@@ -177,8 +186,9 @@ class ProjectedCall:
         # FSDP swaps parameters between forward and backward, so they are read again.
         totals = GradientSums(self.trained_parameters())
         with phase("backward"), self.autocast():
-            source = Projected(x, self.projections, dx=dx, totals=totals, draws=self.draws.restart())
-            self.method.differentiate(dout, source, out, lse, self.spec)
+            projections = sent_projections(self.method, x, self.projections, self.spec.key_heads)
+            source = Projected(x, projections, dx=dx, totals=totals, draws=self.draws.restart())
+            self.method.differentiate(dout, source, out, lse, self.spec, source.expansion)
         return totals.result()
 
     def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
@@ -210,7 +220,7 @@ class GraphCall(NamedTuple):
             values are unknown.
         tokens, key_tokens: `shard_tokens` of queries and keys if the shapes of results depend on them, otherwise 0.
         autocast: name of autocast's dtype for projections (`autocast_name`).
-        heads, key_heads, head_dim: H, K and D of a call on hidden states; None for calls on q, k and v.
+        heads, key_heads, head_dim, value_dim: H, K, D and Dv of a call on hidden states; None for calls on q, k and v.
         tensor_count: number of `ProjectionParts.tensors`.
     """
 
@@ -222,6 +232,7 @@ class GraphCall(NamedTuple):
     heads: int | None = None
     key_heads: int | None = None
     head_dim: int | None = None
+    value_dim: int | None = None
     tensor_count: int = 0
 
     @classmethod
@@ -317,26 +328,26 @@ class GraphCall(NamedTuple):
         # Projections are not traced: their module makes them when the graph runs, with its current parameters, because
         # FSDP may have swapped them. The parameters are inputs of the op only for their gradients.
         projector: Projector = object_of(int(number.item()))
-        q, k = self._empty_heads(x)
-        spec, dtype = check_call(self.method, q, k, k, None, self.options), AUTOCAST_DTYPES[self.autocast]
+        spec, dtype = check_call(self.method, *self._empty_heads(x), None, self.options), AUTOCAST_DTYPES[self.autocast]
         autocast = partial(torch.autocast, x.device.type, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
         projections = projector.projections_of(projection_tensors[: self.tensor_count])
         return ProjectedCall(cast(StagedMethod, self.method), spec, projections, autocast)
 
-    def _empty_heads(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns empty tensors shaped like q and k of a call on hidden states x; both are one expanded element."""
+    def _empty_heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns empty tensors shaped like q, k and v of a call on hidden states x; all are one expanded element."""
         element: Any = x.new_empty(1, dtype=AUTOCAST_DTYPES[self.autocast] or x.dtype)
-        q, k = (element.expand(*x.shape[:2], n, self.head_dim) for n in (self.heads, self.key_heads))
-        return q, k
+        sizes = (self.heads, self.head_dim), (self.key_heads, self.head_dim), (self.key_heads, self.value_dim)
+        q, k, v = (element.expand(*x.shape[:2], *heads_and_dim) for heads_and_dim in sizes)
+        return q, k, v
 
     def empty_results(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
         """Returns empty tensors shaped like the results of `forward`, while a graph is traced."""
         # Without the call, whose checks would specialize the graph to the present sizes: tokens may be symbols.
         method: Any = self.method
         if self.is_projected:
-            q, k = self._empty_heads(tensors[0])
+            q, k, v = self._empty_heads(tensors[0])
             key_heads = key_heads_of(int(q.shape[2]), int(k.shape[2]))
-            return empty_projected_results(method, tensors[0], q, q, key_heads, self.tokens, sinks)
+            return empty_projected_results(method, tensors[0], q, v, key_heads, self.tokens, sinks)
         key_heads: tuple[int, ...] = ()
         if method.redistributes_inputs:
             # `index` turns symbolic heads and dims into numbers, with guards.
@@ -436,6 +447,22 @@ def sends_latents(method: AttentionMethod, tensors: Sequence[Tensor], key_heads:
     head, sent = q.shape[3] + weight.shape[1] - (q.shape[3] - k.shape[3]), k.shape[3] + v.shape[3]
     sizes = LatentSizes(head, sent, q.dtype.itemsize, accumulation_dtype(q.dtype).itemsize)
     return method.sends_latents(key_heads, sizes)
+
+
+def sent_projections(
+    method: AttentionMethod, x: Tensor, projections: Projections, key_heads: tuple[int, ...]
+) -> Projections:
+    """Returns projections of x to latents if a method sends these, otherwise `projections`, to keys and values.
+
+    Args:
+        key_heads: as in `AttentionSpec`.
+    """
+    latents = latents_of_projections(projections)
+    if latents is None:
+        return projections
+    (_, rows, rank), rotary_dim, dtype = latents.expansion().shape, latents.rotary_dim, projected_dtype(x)
+    sizes = LatentSizes(rows + rotary_dim, rank + rotary_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+    return latents if method.sends_latents(key_heads, sizes) else projections
 
 
 def empty_projected_results(

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from armillary.attention.call.recompute import GradientSums, RNGReplay, capture_autocast
+from armillary.attention.call.recompute import GradientSums, RNGReplay, autocast_enabled, capture_autocast
+from armillary.attention.tiling.latents import Expansion
 from armillary.core import accumulation_dtype
 from armillary.core.parts import at_tokens, chunks
 
@@ -75,6 +76,41 @@ class CacheableProjections(Projections, Protocol):
         ...
 
 
+class LatentProjections(Projections, Protocol):
+    """Projections to rotary keys and latents, from which attention expands keys and values (`tiling/latents.py`).
+
+    `kv(x, (0,))` returns a rotary key [B, T, 1, Dr] and a latent [B, T, 1, L] of each token.
+    """
+
+    @property
+    def key_rows(self) -> int:
+        """D - Dr, the rows of `expansion` for keys."""
+        ...
+
+    @property
+    def rotary_dim(self) -> int:
+        """Dr."""
+        ...
+
+    def expansion(self) -> Tensor:
+        """Returns the weight [K, D - Dr + Dv, L] of the expansion, of which autograd knows the parameters."""
+        ...
+
+
+class ExpandsLatents(Projections, Protocol):
+    """Projections whose `kv` expands latents, and which can leave that to attention, so that latents are sent."""
+
+    def latents(self) -> LatentProjections | None:
+        """Returns projections to the latents; None if the expansion is more than a product with a weight."""
+        ...
+
+
+def latents_of_projections(projections: Projections) -> LatentProjections | None:
+    """Returns `latents()` of `ExpandsLatents`; None for other projections."""
+    # Not by `isinstance`, which dynamo cannot trace for a Protocol.
+    return cast(ExpandsLatents, projections).latents() if hasattr(projections, "latents") else None
+
+
 class CollectsGradients(Projections, Protocol):
     """Projections that can add the weight gradients of some heads and tokens to sums, without a full-size temporary."""
 
@@ -88,7 +124,7 @@ class ProjectionParts(NamedTuple):
 
     Args:
         projector: registered number of the `Projector`, as a tensor.
-        head_dim: D, which Dv must equal.
+        head_dim, value_dim: D and Dv.
         tensors: the argument of `Projector.projections_of`.
         parameters: those of `Projections.parameters()` that require a gradient, each once, in order; of a DTensor the
             local part.
@@ -96,6 +132,7 @@ class ProjectionParts(NamedTuple):
 
     projector: Tensor
     head_dim: int
+    value_dim: int
     tensors: list[Tensor]
     parameters: list[Tensor]
 
@@ -222,6 +259,15 @@ class Projected(QKVSource):
     def device_type(self) -> str:
         return self.x.device.type
 
+    @cached_property
+    def expansion(self) -> Expansion | None:
+        """The expansion of `kv`, if the projections are `LatentProjections`; `add_kv` adds its gradient to `totals`."""
+        if not hasattr(self.projections, "expansion"):
+            return None
+        weight, is_backward = self._weight().detach(), self.dx is not None or bool(self.totals.parameters)
+        grad = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype)) if is_backward else None
+        return Expansion(weight, cast(LatentProjections, self.projections).key_rows, grad)
+
     def q(self, heads: Heads) -> Tensor:
         (q,) = self._project(("q", *heads), lambda projections, x: (projections.q(x, heads),))
         return q
@@ -237,6 +283,19 @@ class Projected(QKVSource):
     def add_kv(self, heads: Heads, dk: Tensor, dv: Tensor) -> None:
         is_subset = len(heads) < self.projections.key_heads
         self._add(("kv", *heads), lambda projections, x: projections.kv(x, heads), [(dk,), (dv,)], is_subset)
+        if self.expansion is None or self.expansion.weight_grad is None:
+            return
+        # Latents, whose gradients come once, after those of all keys and values: the weight's gradient is complete.
+        weight, parameters = self._weight(), self.totals.parameters
+        if weight.requires_grad and parameters:
+            grad = self.expansion.weight_grad.to(weight.dtype)
+            self.totals.add(torch.autograd.grad(weight, parameters, grad, allow_unused=True))
+
+    @torch.enable_grad()
+    def _weight(self) -> Tensor:
+        """Returns the weight of the expansion, in the dtype of the projected tensors."""
+        with self.autocast():
+            return cast(LatentProjections, self.projections).expansion().to(projected_dtype(self.x))
 
     @torch.no_grad()
     def _project(self, name: Hashable, project: Project) -> Sequence[Tensor]:
@@ -294,6 +353,13 @@ class Projected(QKVSource):
         if isinstance(self.projections, TokenProjections) and len(pieces) > 1:
             return [(tokens, self.projections.of_tokens(tokens)) for tokens in pieces]
         return [(slice(0, self.x.shape[1]), self.projections)]
+
+
+def projected_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of projections of x: autocast's dtype, unless autocast is off or x is float64."""
+    if not autocast_enabled(x) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(x.device.type)
 
 
 # -- heads of a tensor ------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class UPipe(HeadMethod, StagedMethod):
         upipe = cls.__new__(cls)
         upipe.compose(method.head_axis or Axis.alone("ulysses"), method.sequence_method)
         upipe._set_options(heads_per_stage, prefetch=False)
-        upipe.kernel = method.kernel
+        upipe.kernel, upipe.send_latents = method.kernel, method.send_latents
         return upipe
 
     def _set_options(self, heads_per_stage: int | None, prefetch: bool) -> None:

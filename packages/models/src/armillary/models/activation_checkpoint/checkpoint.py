@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from armillary.attention import AttentionSpec, Method, Projected, UPipe
-from armillary.attention.parts import GradientSums, RNGReplay, capture_autocast
+from armillary.attention.parts import GradientSums, RNGReplay, capture_autocast, sent_projections
 from armillary.core import label
 from armillary.core.parts import compat, phase
 from armillary.models.activation_checkpoint.gradient_buffer import writable
@@ -367,6 +367,7 @@ class AttentionRun(BlockRun):
         Backward adds the gradient of x to `dx`, and those of parameters to `totals`.
         """
         projections = self.block.projections(self.context, normed=self.block.gathered_ranks > 1)
+        projections = sent_projections(self.upipe, x, projections, self.call.key_heads)
         totals = GradientSums() if totals is None else totals
         return Projected(x, projections, self.chunk, dx, totals, self.draws)
 
@@ -383,13 +384,14 @@ class AttentionRun(BlockRun):
     def attend(self, x: Tensor, buffer: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Computes out and lse, without autograd. `buffer` is memory for out."""
         with label("attention"):
-            return self.upipe.attend(self.source(self.attention_input(x)), self.call, buffer)
+            source = self.source(self.attention_input(x))
+            return self.upipe.attend(source, self.call, buffer, source.expansion)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         # `key_heads` has an entry for each of this rank's query heads. `tokens` counts the padding of gathered tokens.
         heads, tokens = len(self.call.key_heads), x.shape[1] * self.block.gathered_ranks
-        width = self.block.gathered_ranks * heads * cast(ProjectionModule, self.block.mixer).head_dim
-        # The result [B, T, E] cannot overwrite out [B, tokens, heads, D] if backward needs out, or if their numbers of
+        width = self.block.gathered_ranks * heads * cast(ProjectionModule, self.block.mixer).value_dim
+        # The result [B, T, E] cannot overwrite out [B, tokens, heads, Dv] if backward needs out, or if their numbers of
         # elements differ.
         if self.keep.attention_output or x.shape[2] != width or tokens != self.context.tokens:
             out, lse = self.attend(x)
@@ -417,12 +419,12 @@ class AttentionRun(BlockRun):
         with label("attention"):
             if self.block.gathered_ranks == 1:
                 source = self.source(x, dx if needs_dx else None, totals)
-                self.upipe.differentiate(dout, source, out, lse, self.call)
+                self.upipe.differentiate(dout, source, out, lse, self.call, source.expansion)
             else:
                 # The input is the gathered norm(x). Its gradient goes back through the reduce-scatter and the norm.
                 gathered_dx = x.new_zeros((len(x), x.shape[1] * self.block.gathered_ranks, x.shape[2]))
                 source = self.source(self.attention_input(x), gathered_dx[:, : self.context.tokens], totals)
-                self.upipe.differentiate(dout, source, out, lse, self.call)
+                self.upipe.differentiate(dout, source, out, lse, self.call, source.expansion)
                 norm_dx, chunking = torch.empty_like(dx), (self.chunk, self.block.gathered_ranks)
                 chunked.backward(self.block.norm, (x,), gathered_dx, (norm_dx,), totals, RNGReplay(), *chunking)
                 dx += norm_dx

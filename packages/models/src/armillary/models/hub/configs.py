@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from armillary.core.parts import check_bool, check_choice, integer, number, read_json
-from armillary.models.config import GPTConfig, LlamaConfig, Mixer, StateConfig
+from armillary.models.config import GPTConfig, LatentSizes, LlamaConfig, Mixer, StateConfig
 from armillary.models.layers.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
 Config = LlamaConfig | GPTConfig
@@ -33,12 +33,18 @@ COPIED = (
     "eos_token_id",
     "pad_token_id",
     "initializer_range",
+    "embedding_initializer_range",
     "use_cache",
     "attention_dropout",
     "attn_pdrop",
     "embd_pdrop",
     "resid_pdrop",
     "task_specific_params",
+)
+
+# Names of fields that scale activations or logits (maximal update parametrization, muP). We compute factors of 1.
+MUP = re.compile(
+    r".*mup.*|scale_(emb|depth)|.*(embedding|residual|attention|logits?|head|key)_(multiplier|scal(e|ing))"
 )
 
 # Fields that are the same for each GPT.
@@ -73,6 +79,16 @@ LLAMA_FIELDS = {
     "rms_norm_eps": "norm_eps",
     "max_position_embeddings": "max_positions",
     "tie_word_embeddings": "tied_embeddings",
+}
+
+# From names in `config.json` to fields of `LatentSizes`.
+LATENT_FIELDS = {
+    "kv_lora_rank": "rank",
+    "q_lora_rank": "query_rank",
+    "qk_rope_head_dim": "rotary_dim",
+    "qk_nope_head_dim": "key_dim",
+    "v_head_dim": "value_dim",
+    "rope_interleave": "interleaved",
 }
 
 # From names in `config.json` to fields of `GPTConfig`.
@@ -120,6 +136,9 @@ HYBRID = "armillary_hybrid"
 # Fields of `LlamaConfig` that a hybrid's file states. In other families the `model_type` determines most of them.
 HYBRID_FLAGS = ("qk_norm", "qkv_bias", "out_bias", "mlp_bias")
 
+# Multi-head latent attention without experts. `transformers` derives `head_dim` from the sizes of latents.
+LATENT = "youtu"
+
 # The supported families by `model_type`. Defaults are those of the family's config class in `transformers`.
 FAMILIES = {
     "llama": Family(
@@ -141,6 +160,15 @@ FAMILIES = {
         "Qwen3ForCausalLM",
         LLAMA_DEFAULTS | {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "head_dim": 128},
         SWIGLU | {"attention_bias": (False, True), "mlp_bias": (False,), "use_sliding_window": (False, True)},
+    ),
+    LATENT: Family(
+        "YoutuForCausalLM",
+        LLAMA_DEFAULTS
+        | {"max_position_embeddings": 131_072, "num_key_value_heads": 16, "tie_word_embeddings": True}
+        | {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+        | {"v_head_dim": 128, "rope_interleave": True},
+        SWIGLU | {"attention_bias": (False,)},
+        fields={name: field for name, field in LLAMA_FIELDS.items() if field != "head_dim"},
     ),
     HYBRID: Family(
         "ArmillaryHybridForCausalLM",
@@ -237,6 +265,9 @@ def parse(fields: Mapping[str, Any]) -> Config:
         if name in nonnull and nonnull[name] not in accepted:
             expected = f"must be {' or '.join(map(repr, accepted))}" if accepted else "is not computed here"
             raise ValueError(f"{name}={nonnull[name]!r} {expected} for model_type {kind!r}")
+    for name, value in nonnull.items():
+        if MUP.fullmatch(name) and value is not False and (value is True or value != 1):
+            raise ValueError(f"{name}={value!r} is not computed here; it must be 1, false or null")
     # 2. Fields that have a counterpart in our config, with the family's defaults.
     values = {name: nonnull.get(name, family.defaults.get(name)) for name in family.fields}
     sizes = {
@@ -255,7 +286,8 @@ def parse(fields: Mapping[str, Any]) -> Config:
         return GPTConfig(**cast("dict[str, Any]", sizes))
     except ValueError as error:
         # Errors of our configs have our names of sizes, `name=value`. The user knows the names in the file.
-        hf_names = {name: hf_name for hf_name, name in family.fields.items()} | {"window": "sliding_window"}
+        names = {**family.fields, **(LATENT_FIELDS if kind == LATENT else {}), "sliding_window": "window"}
+        hf_names = {name: hf_name for hf_name, name in names.items()}
         translated = re.sub(r"(?<![\w.])\w+(?==)", lambda match: hf_names.get(match[0], match[0]), str(error))
         raise ValueError(translated) from error
 
@@ -294,6 +326,8 @@ def llama_config(kind: str, fields: Mapping[str, Any], sizes: dict[str, Any]) ->
     }
     if kind == HYBRID:
         options = read_hybrid(fields)
+    if kind == LATENT:
+        options["latent"] = read_latent(fields)
     return LlamaConfig(
         **sizes, **options, rope_theta=theta, rope_scaling=scaling, window=window, window_from=first_layer
     )
@@ -312,6 +346,17 @@ def read_hybrid(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**flags, "mixers": tuple(cast("list[Mixer]", mixers)), "states": StateConfig(**sizes)}
 
 
+def read_latent(fields: Mapping[str, Any]) -> LatentSizes:
+    """Returns the sizes of multi-head latent attention, with the defaults of `transformers` for absent fields."""
+    values = {hf_name: fields.get(hf_name, FAMILIES[LATENT].defaults[hf_name]) for hf_name in LATENT_FIELDS}
+    interleaved, query_rank = values.pop("rope_interleave"), values.pop("q_lora_rank")
+    return LatentSizes(
+        interleaved=check_bool("rope_interleave", False if interleaved is None else interleaved),
+        query_rank=None if query_rank is None else size("q_lora_rank", query_rank),
+        **{LATENT_FIELDS[hf_name]: size(hf_name, value) for hf_name, value in values.items()},
+    )
+
+
 def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
     """Returns the window, or None, and the first layer that has it.
 
@@ -320,7 +365,7 @@ def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int 
             after a layer with it, or a layer asks for a window and the file has none.
     """
     window, first_layer = None, 0
-    if kind == "mistral" or (kind != "llama" and fields.get("use_sliding_window")):
+    if kind == "mistral" or (kind not in ("llama", LATENT) and fields.get("use_sliding_window")):
         window = fields.get("sliding_window", 4096)
         window = None if window is None else size("sliding_window", window)
     if window is not None and kind != "mistral":
@@ -374,6 +419,9 @@ def describe_llama(kind: str, config: LlamaConfig) -> dict[str, Any]:
         fields["mlp_bias"] = config.mlp_bias
     if kind == "mistral":
         fields["sliding_window"] = config.window
+    if kind == LATENT:
+        fields |= {hf_name: getattr(config.latent, name) for hf_name, name in LATENT_FIELDS.items()}
+        fields["attention_bias"] = False
     if kind == HYBRID:
         fields |= {name: getattr(config, name) for name in HYBRID_FLAGS}
         fields |= {"mixers": list(config.mixers), "states": config.states and asdict(config.states)}
@@ -388,6 +436,8 @@ def llama_family(config: LlamaConfig) -> str:
     """Returns a `model_type` that has the config's combination of options. Raises ValueError if none has it."""
     if config.states is not None:
         return HYBRID
+    if config.latent is not None:
+        return LATENT
     biases = (config.qkv_bias, config.out_bias, config.mlp_bias)
     same_bias = config.qkv_bias == config.out_bias
     if config.qk_norm and same_bias and not config.mlp_bias:

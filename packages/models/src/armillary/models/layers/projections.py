@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -46,24 +46,31 @@ class HeadProjections:
     # Sums to which backward adds the gradients of plain linear layers, instead of returning them.
     totals: GradientSums | None = None
 
+    @property
+    def value_dim(self) -> int:
+        """Dv."""
+        return self.head_dim
+
+    def modules(self) -> tuple[nn.Module | None, ...]:
+        return self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm
+
     def q(self, x: Tensor, heads: Sequence[int]) -> Tensor:
         """Returns the queries of these h heads: [B, T, h, D]."""
         x = x if self.norm is None else self.norm(x)
-        q = self._project(self.query, x, heads, self.heads)
+        q = self._project(self.query, x, heads, self.heads, self.head_dim)
         q = q if self.query_norm is None else self.query_norm(q)
         return q if self.rotation is None else self.rotation(q)
 
     def kv(self, x: Tensor, heads: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Returns the keys and the values of these h key/value heads: [B, T, h, D] each."""
         x = x if self.norm is None else self.norm(x)
-        k = self._project(self.key, x, heads, self.key_heads)
-        v = self._project(self.value, x, heads, self.key_heads)
+        k = self._project(self.key, x, heads, self.key_heads, self.head_dim)
+        v = self._project(self.value, x, heads, self.key_heads, self.head_dim)
         k = k if self.key_norm is None else self.key_norm(k)
         return k if self.rotation is None else self.rotation(k), v
 
     def parameters(self) -> Iterable[Tensor]:
-        modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
-        return chain.from_iterable(module.parameters() for module in modules if module is not None)
+        return chain.from_iterable(module.parameters() for module in self.modules() if module is not None)
 
     def parts(self) -> ProjectionParts | None:
         """Returns the tensors from which an op rebuilds the projections.
@@ -71,52 +78,50 @@ class HeadProjections:
         None if it cannot: there is no projector, `norm` is given, key and value are one module, or a module is not a
         plain linear layer or norm (LoRA, hooks).
         """
-        modules = (self.query, self.key, self.value, self.query_norm, self.key_norm)
-        plain_modules = all(module is None or plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm) for module in modules)
+        modules = [module for module in self.modules() if module is not None]
+        plain_modules = all(plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm) for module in modules)
         if self.projector is None or self.norm is not None or not plain_modules or self.key is self.value:
             return None
         tensors = [] if self.rotation is None else [self.rotation.cos, self.rotation.sin]
         parameters = [
             getattr(submodule, name)  # the attribute is the local part of a sharded parameter (`ShardedModule`)
             for module in modules
-            if module is not None
             for submodule in module.modules()
             for name, parameter in submodule._parameters.items()  # pyright: ignore[reportPrivateUsage]
             if parameter is not None and parameter.requires_grad
         ]
-        return ProjectionParts(self.projector, self.head_dim, tensors, parameters)
+        return ProjectionParts(self.projector, self.head_dim, self.value_dim, tensors, parameters)
 
     def cache_key(self) -> Hashable | None:
         """Returns a cache key for the shapes and dtypes of q, k and v; None unless all layers and norms are plain."""
-        modules = (self.norm, self.query, self.key, self.value, self.query_norm, self.key_norm)
-        descriptions = [() if module is None else module_key(module) for module in modules]
+        descriptions = [() if module is None else module_key(module) for module in self.modules()]
         angles = () if self.rotation is None else (tensor_key(self.rotation.cos), tensor_key(self.rotation.sin))
         return None if None in descriptions else (self.heads, self.key_heads, self.head_dim, angles, *descriptions)
 
-    def of_tokens(self, tokens: slice) -> HeadProjections:
+    def of_tokens(self, tokens: slice) -> Self:
         return self if self.rotation is None else replace(self, rotation=self.rotation.of_tokens(tokens))
 
-    def collecting(self, totals: GradientSums) -> HeadProjections:
+    def collecting(self, totals: GradientSums) -> Self:
         return replace(self, totals=totals)
 
-    def _project(self, linear: nn.Module, x: Tensor, heads: Sequence[int], count: int) -> Tensor:
-        """Computes the requested heads [B, T, h, D] of a projection to `count` heads."""
+    def _project(self, linear: nn.Module, x: Tensor, heads: Sequence[int], count: int, dim: int) -> Tensor:
+        """Computes the requested heads [B, T, h, dim] of a projection to `count` heads."""
         plain_linear = linear if isinstance(linear, nn.Linear) and plain(linear, nn.Linear) else None
         # In backward of `Projected`, gradients of the parameters are added to `totals`. But the weight of a layer with
         # a submodule (a parametrization) is not a parameter.
         if self.totals is not None and plain_linear is not None and not any(plain_linear.children()):
-            y = collected_linear(x, plain_linear, HeadRows(tuple(heads), self.head_dim), self.totals)
-            return y.unflatten(-1, (len(heads), self.head_dim))
+            y = collected_linear(x, plain_linear, HeadRows(tuple(heads), dim), self.totals)
+            return y.unflatten(-1, (len(heads), dim))
         if tuple(heads) == tuple(range(count)):
-            return linear(x).unflatten(-1, (count, self.head_dim))
+            return linear(x).unflatten(-1, (count, dim))
         # A module with hooks or its own `forward` must be called as a whole, and computes all heads.
         if plain_linear is None:
-            return select_heads(linear(x).unflatten(-1, (count, self.head_dim)), heads)
+            return select_heads(linear(x).unflatten(-1, (count, dim)), heads)
         # A plain linear layer: only the rows of the requested heads are multiplied.
-        rows = HeadRows(tuple(heads), self.head_dim)
+        rows = HeadRows(tuple(heads), dim)
         bias = cast(Tensor | None, plain_linear.bias)
         y = F.linear(x, rows.of(plain_linear.weight), None if bias is None else rows.of(bias))
-        return y.unflatten(-1, (len(heads), self.head_dim))
+        return y.unflatten(-1, (len(heads), dim))
 
 
 class ProjectionModule(nn.Module):
@@ -131,6 +136,7 @@ class ProjectionModule(nn.Module):
     def __init__(self, heads: int, key_heads: int, head_dim: int, attention: Any) -> None:
         super().__init__()
         self.heads, self.key_heads, self.head_dim, self.attention = heads, key_heads, head_dim, attention
+        self.value_dim = head_dim
         self.q_norm = self.k_norm = None
         # An op in a compiled graph finds the module by this number, and rebuilds `HeadProjections`.
         self.projector = register_as_tensor(self)

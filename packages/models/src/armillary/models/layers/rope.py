@@ -101,6 +101,11 @@ class RopeScaling(Protocol):
         """Factor of cosines and sines, by default 1. Attention scores grow by its square."""
         return 1.0
 
+    @property
+    def latent_score_factor(self) -> float:
+        """Factor of all attention scores in multi-head latent attention, by default 1."""
+        return 1.0
+
     def frequencies(self, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
         """Returns the frequency of each pair of dims, in radians per position: float64 [D / 2]."""
         ...
@@ -176,7 +181,8 @@ class YarnScaling(RopeScaling):
             beta_slow it is low.
         truncate: True lets the blend begin and end at whole pairs.
         mscale, mscale_all_dim: if both are given and factor is above 1, the default attention factor is
-            (1 + mscale ln(factor) / 10) / (1 + mscale_all_dim ln(factor) / 10) (DeepSeek).
+            (1 + mscale ln(factor) / 10) / (1 + mscale_all_dim ln(factor) / 10) (DeepSeek). In multi-head latent
+            attention, scores grow by the square of the divisor.
 
     Raises:
         ValueError: a number is not finite and above 0, beta_fast is below beta_slow, or `truncate` is not a bool.
@@ -203,6 +209,10 @@ class YarnScaling(RopeScaling):
         if self.mscale and self.mscale_all_dim:
             return self._mscale(self.mscale) / self._mscale(self.mscale_all_dim)
         return self._mscale(1.0)
+
+    @property
+    def latent_score_factor(self) -> float:
+        return self._mscale(self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
 
     def frequencies(self, head_dim: int, theta: float, device: torch.device | None = None) -> Tensor:
         plain = plain_frequencies(head_dim, theta, device)

@@ -122,7 +122,7 @@ def check(
         ranks = mesh["tp"].size() if is_tensor_parallel else 1
         heads = (config.heads // ranks, config.kv_heads // ranks)
         q, k = (torch.empty(1, 1, count, config.head_dim, device="meta") for count in heads)
-        attention.check(q, k, k)
+        attention.check(q, k, k[..., :1].expand(-1, -1, -1, config.value_dim))
         for axis in attention.axes if is_tensor_parallel else ():
             check_rank_grid(Axis.of(mesh["tp"]), axis)
     if contiguous_states and is_tensor_parallel:

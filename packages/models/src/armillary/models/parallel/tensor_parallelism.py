@@ -64,7 +64,7 @@ def tensor_parallel(model: Llama | GPT, axis: DeviceMesh) -> None:
         if isinstance(module, Block):
             module.gathered_ranks = ranks  # its norms return the tokens of all ranks
         elif isinstance(module, ProjectionModule):
-            module.heads //= ranks  # q_proj, k_proj and v_proj return this rank's heads
+            module.heads //= ranks  # column-parallel projections return this rank's heads
             module.key_heads //= ranks
     # 2. The function that a call passes as `head`.
     model.prepare_head = partial(sharded_head, axis, model.config.vocab_size)
@@ -169,6 +169,16 @@ def shard_module(module: nn.Module, kind: type[M], mesh: DeviceMesh, placements:
 
 class ColumnParallelLinear(ShardedModule, nn.Linear):
     """A linear layer from all inputs to this rank's outputs. Weight and bias are sharded by rows."""
+
+    plain = nn.Linear
+
+
+class ReplicatedLinear(ShardedModule, nn.Linear):
+    """A linear layer that each rank computes for the tokens of all ranks. The weight is replicated.
+
+    Its outputs go to this rank's heads only, so the gradients of input and weight are this rank's shares. Those of the
+    input are summed once, in the backward of the gathering norm.
+    """
 
     plain = nn.Linear
 
@@ -313,6 +323,17 @@ ATTENTION = {
     "self_attn.v_proj": COLUMN,
     "self_attn.o_proj": ROW,
 }
+LATENT_ATTENTION = {
+    "self_attn.kv_a_proj_with_mqa": Style(ReplicatedLinear),
+    "self_attn.kv_a_layernorm": Style(ReplicatedRMSNorm),
+    "self_attn.kv_b_proj": COLUMN,
+    "self_attn.o_proj": ROW,
+}
+LATENT_QUERIES = {
+    "self_attn.q_a_proj": Style(ReplicatedLinear),
+    "self_attn.q_a_layernorm": Style(ReplicatedRMSNorm),
+    "self_attn.q_b_proj": COLUMN,
+}
 QK_NORMS = {"self_attn.q_norm": Style(ReplicatedRMSNorm), "self_attn.k_norm": Style(ReplicatedRMSNorm)}
 # The modules that both mixers with a state have.
 STATE = {
@@ -352,6 +373,9 @@ def styles_for(model: Llama | GPT, axis: Axis) -> dict[str, Style]:
     # 2. Styles by name.
     if isinstance(model, Llama):
         attention = ATTENTION | (QK_NORMS if model.config.qk_norm else {})
+        if (latent := model.config.latent) is not None:
+            queries = {"self_attn.q_proj": COLUMN} if latent.query_rank is None else LATENT_QUERIES
+            attention = LATENT_ATTENTION | queries
         styles = {"model.embed_tokens": TABLE, "model.norm": Style(ReplicatedRMSNorm)}
         styles |= {} if model.lm_head is None else {"lm_head": HEAD}
         for layer in range(config.layers):
