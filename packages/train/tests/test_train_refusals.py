@@ -195,6 +195,11 @@ TRAIN = [
     ("--parallel.compiler eager --cuda.sm-margin 4", "--cuda.sm-margin 4"),
     ("--model.dim 100", "--model.dim 100 .*--model.heads 8.*--model.head-dim"),
     ("--model.head-dim 7", "head_dim=7"),
+    ("--model.latent-key-dim 8", "--model.latent-key-dim.*--model.latent-rank"),
+    ("--model.latent-rank 8 --model.latent-rotary-dim 3", "rotary_dim=3"),
+    ("--model.latent-rank 8 --model.qk-norm", "qk_norm=True .*latent"),
+    ("--model.latent-rank 8 --model.mixers mamba2", "states=.*latent"),
+    ("--model.latent-rank 0", "--model.latent-rank 0: "),
     ("--model.kv-heads 3", "heads=8 .*kv_heads=3"),
     ("--model.family gpt --model.kv-heads 4", "--model.kv-heads: a GPT"),
     ("--model.family gpt --model.rope-scaling none", "--model.rope-scaling: a GPT"),
@@ -208,6 +213,7 @@ TRAIN = [
     ("--model.pretrained hub --model.dim 128", "--model.dim: the model in hub "),  # the default
     ("--model.dim=32 --model.pretrained hub", "--model.dim: the model in hub "),  # the folder's own
     ("--model.pretrained hub --model.kv_heads 4", "--model.kv_heads: the model in hub "),
+    ("--model.pretrained hub --model.latent-rank 9", "--model.latent-rank: the model in hub "),
     ("--model.pretrained hub --model.no-qk-norm", "--model.no-qk-norm: the model in hub "),
     ("--model.pretrained hub --model.family llama", "--model.family: the model in hub "),
     ("--model.dim 128 --recipe finetune", "--model.dim: the model in "),

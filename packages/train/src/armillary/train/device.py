@@ -124,9 +124,9 @@ def kernel_with_sm_margin(
 
 def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype, device: torch.device) -> Inputs:
     # `Inputs.of` reads only the dtype of q and the last dims of q and v.
-    head = torch.empty(model.head_dim, dtype=dtype, device="meta")
+    q, v = (torch.empty(dim, dtype=dtype, device="meta") for dim in (model.head_dim, model.value_dim))
     has_window = isinstance(model, LlamaConfig) and model.window is not None
-    return replace(Inputs.of(head, head, device=device), windowed=has_window, documents=config.data.documents)
+    return replace(Inputs.of(q, v, device=device), windowed=has_window, documents=config.data.documents)
 
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L20": 119.5e12}

@@ -154,8 +154,11 @@ def micro_batch_shapes(
         "tokens": (rows, tokens),
         "hidden": (rows, -(-tokens // tp), model.dim),  # between blocks, rank 0 of tp has every tp-th token
         "queries": (rows, tokens, model.heads // tp, model.head_dim),
-        "keys, values": (rows, tokens, model.kv_heads // tp, model.head_dim),
     }
+    if isinstance(model, LlamaConfig) and (latent := model.latent) is not None:
+        shapes |= {"rotary keys": (rows, tokens, latent.rotary_dim), "latents": (rows, tokens, latent.rank)}
+    else:
+        shapes["keys, values"] = (rows, tokens, model.kv_heads // tp, model.head_dim)
     # Ulysses and UPipe attend with more tokens and fewer heads. `head_stages` knows no tensor parallelism.
     if tp == 1 and ulysses > 1:
         stage = head_stages(model.heads, model.kv_heads, ulysses, getattr(attention, "heads_per_stage", None))

@@ -13,6 +13,7 @@ from armillary.attention.plans import MethodOptions, NamedMethod, named_method
 from armillary.data.console import flag_in_errors
 from armillary.models import (
     GPTConfig,
+    LatentSizes,
     LinearScaling,
     Llama3Scaling,
     LlamaConfig,
@@ -38,6 +39,8 @@ SIZES = (
     "mixers",
 )
 """Fields that a pretrained folder sets, besides `vocab_size`; recipes and files may only repeat their values."""
+LATENT_SIZES = ("rank", "query_rank", "rotary_dim", "key_dim", "value_dim")
+"""Fields of `LatentSizes` that have a flag, with the prefix `latent_`."""
 GPT_FIELDS = ("family", "dim", "layers", "heads", "vocab_size", "pretrained")
 """Fields that a GPT has; only a LLaMA has the others."""
 PRETRAINED_FIELDS = ("pretrained", "rope_theta", "rope_scaling", "rope_factor", "rope_original_length")
@@ -56,6 +59,9 @@ def check_config(config: Config) -> None:
     check_data(config)
     check_parallel(config)
     check_states(config)
+    latent = [name for name in LATENT_SIZES if getattr(config.model, f"latent_{name}") is not None]
+    if config.model.latent_rank is None and latent:
+        raise ValueError(f"--model.latent-{flag(latent[0])}: it needs --model.latent-rank")
     check_schedule(config.optimizer, config.train.steps)
     # `LlamaConfig` would round dim / heads down.
     if config.model.pretrained is None and config.model.dim % config.model.heads and config.model.head_dim is None:
@@ -182,7 +188,7 @@ def model_config(config: ModelConfig, vocab_size: int, length: int) -> LlamaConf
         dim=config.dim,
         layers=config.layers,
         heads=config.heads,
-        kv_heads=config.kv_heads,
+        kv_heads=config.kv_heads if config.latent_rank is None else config.heads,
         hidden_dim=config.hidden_dim,
         head_dim=config.head_dim or 0,
         qk_norm=config.qk_norm,
@@ -192,6 +198,20 @@ def model_config(config: ModelConfig, vocab_size: int, length: int) -> LlamaConf
         max_positions=length,
         mixers=config.mixers,
         states=state_config(config),
+        latent=latent_sizes(config),
+    )
+
+
+def latent_sizes(config: ModelConfig) -> LatentSizes | None:
+    if config.latent_rank is None:
+        return None
+    key_dim = config.latent_key_dim or config.dim // config.heads
+    return LatentSizes(
+        rank=config.latent_rank,
+        query_rank=config.latent_query_rank,
+        rotary_dim=config.latent_rotary_dim or key_dim // 2,
+        key_dim=key_dim,
+        value_dim=config.latent_value_dim or key_dim,
     )
 
 
@@ -231,9 +251,11 @@ def check_sizes(config: ModelConfig, sizes: LlamaConfig | GPTConfig) -> None:
     """Raises ValueError, with the flag and both values, for sizes that differ from the pretrained folder's."""
     defaults = ModelConfig()
     family = "gpt" if isinstance(sizes, GPTConfig) else "llama"
-    for name in (*SIZES, "vocab_size"):
+    latent = sizes.latent if isinstance(sizes, LlamaConfig) else None
+    folder_values = {"family": family} | {f"latent_{name}": getattr(latent, name, None) for name in LATENT_SIZES}
+    for name in (*SIZES, *folder_values, "vocab_size"):
         value, default = getattr(config, name), getattr(defaults, name)
-        folder_value = family if name == "family" else getattr(sizes, name, default)
+        folder_value = folder_values.get(name, getattr(sizes, name, default))
         # A field that has its default counts as not set.
         if value not in (default, folder_value):
             raise ValueError(

@@ -60,6 +60,16 @@ class ModelConfig:
     """Dim of a value head, the columns of a state; by default attention's head dim."""
     conv_width: Count = 4
     """Tokens that the short convolution before a state sees."""
+    latent_rank: CountOrNone = None
+    """Multi-head latent attention (DeepSeek): dim of the latent of keys and values; kv_heads is then heads."""
+    latent_query_rank: CountOrNone = None
+    """Dim of the latent of queries; by default queries have none."""
+    latent_rotary_dim: CountOrNone = None
+    """Dims of a query that RoPE rotates, and of the rotary key of all heads; by default half of latent-key-dim."""
+    latent_key_dim: CountOrNone = None
+    """Dims of a query and of a head's key without positions; by default dim / heads."""
+    latent_value_dim: CountOrNone = None
+    """Dims of a head's value; by default latent-key-dim."""
     rope_theta: Positive | None = None
     """Base of RoPE's frequencies; by default 10,000, or the pretrained folder's."""
     rope_scaling: Literal["none", "linear", "llama3", "yarn"] | None = None

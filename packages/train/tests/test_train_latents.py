@@ -1,0 +1,83 @@
+"""Multi-head latent attention in the trainer: equal losses on meshes, exact resume, export, and transformers' loss."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_train_checkpoints import SMALL, resumed, trained
+from test_train_models import first_rows
+from training_runs import at
+
+from armillary.models import LatentSizes, Llama
+from armillary.train import Config, ModelConfig, ParallelConfig, SaveConfig
+from armillary.train.config import model_config
+from armillary.train.parts import dry_run
+
+MODEL = ModelConfig(
+    dim=32,
+    layers=2,
+    heads=4,
+    hidden_dim=48,
+    latent_rank=12,
+    latent_query_rank=16,
+    latent_rotary_dim=4,
+    latent_value_dim=6,
+)
+CONFIG = replace(SMALL, model=MODEL, save=SaveConfig(every=2, keep_last=3, export=True))
+MESHES = {
+    "upipe": {"ulysses": 2, "attention": "upipe", "heads_per_stage": 2},
+    "ulysses": {"ulysses": 2},
+    "tp": {"tp": 2},
+}
+
+
+def test_sizes_of_latents_have_defaults():
+    assert model_config(MODEL, 17, 60).latent == LatentSizes(
+        rank=12, query_rank=16, rotary_dim=4, key_dim=8, value_dim=6
+    )
+    config = model_config(ModelConfig(latent_rank=24), 257, 60)
+    assert config.latent == LatentSizes(rank=24, rotary_dim=8, key_dim=16, value_dim=16)
+    assert (config.kv_heads, config.head_dim) == (8, 24) and model_config(ModelConfig(), 17, 60).latent is None
+
+
+def test_a_dry_run_shows_latents():
+    shapes = dry_run(replace(CONFIG, parallel=ParallelConfig(ring=2, ulysses=1)), 2).shapes
+    assert (shapes["rotary keys"], shapes["latents"]) == ((2, 30, 4), (2, 30, 12)) and "keys, values" not in shapes
+    assert shapes["queries"] == (2, 30, 4, 12)
+
+
+def losses_of(configs: list[Config]) -> list[list[float]]:
+    return [trained(config, 0)[0].losses for config in configs]
+
+
+def test_losses_on_every_mesh_are_those_of_one_rank_and_resuming_is_bit_identical(worlds, tmp_path: Path):
+    alone = replace(CONFIG, parallel=ParallelConfig(), save=SaveConfig())
+    ((expected,),) = worlds(1).run(losses_of, [at(alone, tmp_path / "one")])
+    assert expected[-1] < expected[0] - 0.01
+    # 1. Two ranks of each axis.
+    configs = [
+        at(replace(alone, parallel=ParallelConfig(**{"ring": 1, "ulysses": 1} | axes)), tmp_path / name)
+        for name, axes in MESHES.items()
+    ]
+    for losses in worlds(2).run(losses_of, configs):
+        assert losses == [pytest.approx(expected, abs=1e-5)] * len(configs)
+    # 2. A ring, stopped and resumed.
+    first = worlds(2).run(trained, at(CONFIG, tmp_path / "first"), 0)
+    assert first[0][0].losses == pytest.approx(expected, abs=1e-5)
+    second = resumed(worlds, 2, CONFIG, tmp_path / "first", tmp_path / "second")
+    for (summary, _, state, _), (resumed_summary, _, resumed_state, _) in zip(first, second, strict=True):
+        assert resumed_summary.losses == summary.losses[4:]
+        assert all(torch.equal(state[name], resumed_state[name]) for name in state)
+    # 3. The export, on the next rows of data.
+    exported = tmp_path / "second" / "export" / "step-6"
+    model = Llama.from_pretrained(exported)
+    assert model.config == replace(model_config(MODEL, 257, 60), head_dim=0)
+    transformers = pytest.importorskip("transformers")
+    tuned = replace(alone, model=ModelConfig(pretrained=exported), train=replace(alone.train, steps=1, accumulation=1))
+    tokens, labels = worlds(1).run(first_rows, at(tuned, tmp_path / "rows"))[0]
+    with torch.no_grad():
+        logits = transformers.AutoModelForCausalLM.from_pretrained(exported)(tokens).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    ((tuned_losses,),) = worlds(1).run(losses_of, [at(tuned, tmp_path / "tuned")])
+    assert tuned_losses == pytest.approx([loss.item()], abs=1e-5)
