@@ -69,6 +69,10 @@ def test_absent_fields_have_the_defaults_of_transformers(kind, extra):
     assert config.window_from == first
 
 
+def test_factors_of_one_are_read():
+    assert refusal({"model_type": "llama", **REQUIRED, "mup_scale": 1.0, "use_mup": False, "scale_emb": None}) is None
+
+
 def test_a_gpt2_config_without_sizes_is_the_smallest_model():
     assert parse({"model_type": "gpt2"}) == GPTConfig.gpt2()
 

@@ -155,29 +155,3 @@ def test_layers_share_one_compiled_graph():
     expected, actual = (results(each, each(IDS)) for each in (model, compiled))
     assert largest_error(actual, expected) < 1e-12
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-# -- refusals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"kv_heads": 4}, "kv_heads=4.*heads=8"),
-        ({"head_dim": 16}, "head_dim=16.*12"),
-        ({"window": 5}, "window=5"),
-        ({"qk_norm": True}, "qk_norm=True"),
-        ({"out_bias": True}, "out_bias=True"),
-        ({"mlp_bias": True}, "mlp_bias=True"),
-    ],
-    ids=str,
-)
-def test_options_that_latents_do_not_have_are_refused(change, named):
-    with pytest.raises(ValueError, match=named):
-        replace(LATENT, **change)
-
-
-@pytest.mark.parametrize(("name", "value"), [("rank", 0), ("query_rank", 0), ("rotary_dim", 3), ("interleaved", 1)])
-def test_sizes_are_checked(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value}"):
-        replace(LATENT.latent, **{name: value})

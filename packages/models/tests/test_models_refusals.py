@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hub_folders import SMALL, attend, build, edit_config, edit_tensors, split
+from latent_models import LATENT, SIZES
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
@@ -91,6 +92,21 @@ CALLS: dict[Callable[..., object], list[tuple[dict[str, object], str]]] = {
     partial(GPTConfig, dim=8, layers=1, heads=2): [
         ({"dim": 10, "heads": 4}, "dim=10.*heads=4"),
         ({"max_positions": 2**70}, "max_positions"),
+    ],
+    partial(replace, LATENT): [
+        ({"kv_heads": 4}, "kv_heads=4.*heads=8"),
+        ({"head_dim": 16}, "head_dim=16.*12"),
+        ({"window": 5}, "window=5"),
+        ({"qk_norm": True}, "qk_norm=True"),
+        ({"out_bias": True}, "out_bias=True"),
+        ({"mlp_bias": True}, "mlp_bias=True"),
+        ({"mixers": ("mamba2",), "states": STATES}, "states=.*latent"),
+    ],
+    partial(replace, SIZES): [
+        ({"rank": 0}, "rank=0"),
+        ({"query_rank": 0}, "query_rank=0"),
+        ({"rotary_dim": 3}, "rotary_dim=3"),
+        ({"interleaved": 1}, "interleaved=1"),
     ],
     LinearScaling: [({"factor": 0.0}, "LinearScaling.*factor=0.0"), ({"factor": "2"}, "factor='2'")],
     partial(Llama3Scaling, factor=8.0, low_freq_factor=1.0, original_max_position_embeddings=8192): [
@@ -292,6 +308,15 @@ FOLDERS: dict[Callable[[], Llama | GPT], list[tuple[Callable[[Path], object], st
         (config(num_key_value_heads=3), "config.json: num_attention_heads=2 .*num_key_value_heads=3"),
         (config(layer_types=["full_attention", "sliding_attention"]), "window.*'llama'"),
         (config(layer_types=["sliding_attention", "full_attention"]), "full_attention"),
+    ],
+    lambda: Llama(LATENT): [
+        (config(kv_lora_rank=11), r"kv_a_proj_with_mqa.weight is \(14, 32\), not \(15, 32\)"),
+        (config(q_lora_rank=None), "q_a_proj.weight is not part of the model|q_proj.weight is missing"),
+        (config(num_key_value_heads=4), "num_key_value_heads=4 .*num_attention_heads=8"),
+        (config(attention_bias=True), "attention_bias=True.*False.*'youtu'"),
+        (config(mup_base_width=256), "mup_base_width=256 .*1, false or null"),
+        (config(use_mup=True), "use_mup=True "),
+        (config(embedding_multiplier=12.0), "embedding_multiplier=12.0 "),
     ],
     lambda: GPT(GPT_SMALL): [
         (tensors(**{"transformer.h.0.attn.c_attn.weight": torch.zeros(24, 8)}), r"c_attn.weight.*\(24, 8\).*\(8, 24\)"),
