@@ -12,6 +12,7 @@ from training_runs import at
 from armillary.models import LatentSizes, Llama
 from armillary.train import Config, ModelConfig, ParallelConfig, SaveConfig
 from armillary.train.config import model_config
+from armillary.train.device import inputs_of
 from armillary.train.parts import dry_run
 
 MODEL = ModelConfig(
@@ -41,7 +42,9 @@ def test_sizes_of_latents_have_defaults():
     assert (config.kv_heads, config.head_dim) == (8, 24) and model_config(ModelConfig(), 17, 60).latent is None
 
 
-def test_a_dry_run_shows_latents():
+def test_a_dry_run_shows_latents_and_kernels_are_chosen_for_their_head_dims():
+    inputs = inputs_of(CONFIG, model_config(MODEL, 257, 60), torch.float32, torch.device("cpu"))
+    assert (inputs.head_dim, inputs.value_dim) == (12, 6)
     shapes = dry_run(replace(CONFIG, parallel=ParallelConfig(ring=2, ulysses=1)), 2).shapes
     assert (shapes["rotary keys"], shapes["latents"]) == ((2, 30, 4), (2, 30, 12)) and "keys, values" not in shapes
     assert shapes["queries"] == (2, 30, 4, 12)
@@ -72,7 +75,7 @@ def test_losses_on_every_mesh_are_those_of_one_rank_and_resuming_is_bit_identica
     # 3. The export, on the next rows of data.
     exported = tmp_path / "second" / "export" / "step-6"
     model = Llama.from_pretrained(exported)
-    assert model.config == replace(model_config(MODEL, 257, 60), head_dim=0)
+    assert model.config == model_config(replace(MODEL, pretrained=exported), 1, 60) == model_config(MODEL, 257, 60)
     transformers = pytest.importorskip("transformers")
     tuned = replace(alone, model=ModelConfig(pretrained=exported), train=replace(alone.train, steps=1, accumulation=1))
     tokens, labels = worlds(1).run(first_rows, at(tuned, tmp_path / "rows"))[0]

@@ -354,6 +354,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: check(data=DataConfig(documents="yes")), "--data.documents yes: "),
     (lambda: check(model=ModelConfig(family="gpt", kv_heads=8)), "--model.kv-heads 8: .*--model.family llama"),
     (lambda: check_pretrained("hub", dim=64), "--model.dim 64: the model in hub has 32"),
+    (lambda: check_pretrained("hub", latent_rank=9), "--model.latent-rank 9: the model in hub has None"),
     (lambda: check_pretrained("hub", family="gpt"), "--model.family gpt: the model in hub has llama"),
     (lambda: check_pretrained("gpt", rope_theta=2.0), "--model.rope-theta 2.0: a GPT"),
     (lambda: check_pretrained("gpt"), "--data.sequence-length 96: gpt has 12 "),

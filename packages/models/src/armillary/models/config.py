@@ -46,8 +46,7 @@ class LlamaConfig:
         mixers: layer i has the mixer `mixers[i % len(mixers)]`: `("delta_rule", "delta_rule", "attention")` is a hybrid
             with attention in every third layer.
         states: sizes of the layers with other mixers than attention; needed if there are any.
-        latent: sizes of multi-head latent attention (DeepSeek, Youtu-LLM), which all layers then have. `head_dim` is D,
-            `latent.key_dim + latent.rotary_dim`.
+        latent: sizes of multi-head latent attention (DeepSeek, Youtu-LLM), in all layers. D is `latent.head_dim`.
 
     Raises:
         ValueError: a size is not an integer of at least 1, key/value heads do not divide query heads, the head dim is
@@ -114,12 +113,11 @@ class LlamaConfig:
 
     def _check_latent(self, latent: LatentSizes) -> None:
         """Sets the head dim, and raises ValueError for options that multi-head latent attention does not have."""
-        head_dim = latent.key_dim + latent.rotary_dim
         if self.head_dim == 0:
-            object.__setattr__(self, "head_dim", head_dim)
+            object.__setattr__(self, "head_dim", latent.head_dim)
         if self.kv_heads != self.heads:
             raise ValueError(f"kv_heads={self.kv_heads} must be heads={self.heads} with latent={latent}")
-        accepted = {"head_dim": head_dim, "window": None, "states": None}
+        accepted = {"head_dim": latent.head_dim, "window": None, "states": None}
         accepted |= dict.fromkeys(("qk_norm", "qkv_bias", "out_bias", "mlp_bias"), False)
         for name, value in accepted.items():
             if getattr(self, name) != value:
@@ -401,9 +399,14 @@ class LatentSizes:
         if self.rotary_dim % 2:
             raise ValueError(f"rotary_dim={self.rotary_dim} is odd; RoPE rotates pairs, so it must be even")
 
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.key_dim + self.rotary_dim
+
     def parameters(self, dim: int, heads: int) -> int:
         """Number of parameters of attention with H heads on a residual stream of width `dim`."""
-        queries, values = heads * (self.key_dim + self.rotary_dim), heads * self.value_dim
+        queries, values = heads * self.head_dim, heads * self.value_dim
         query = dim * queries if self.query_rank is None else self.query_rank * (dim + 1 + queries)  # with a norm
         latent = dim * (self.rank + self.rotary_dim) + self.rank  # with a norm
         return query + latent + self.rank * (heads * self.key_dim + values) + values * dim

@@ -55,8 +55,8 @@ def generate(
         stop: ids of tokens that end a row; the rest of the row repeats the id. Under FSDP all ranks must run the same
             number of steps, so pass no ids if ranks have different prompts.
 
-    Bytes of the cache: 2 B (N + new_tokens) K D e in each attention layer, B (H Dk Dv a + (W - 1) C e) in each layer
-    with a state, with `a` bytes per element of a state, and a convolution of width W over C channels.
+    Bytes of the cache: B (N + new_tokens) K (D + Dv) e in each attention layer, B (H Dk Dv a + (W - 1) C e) in each
+    layer with a state, with `a` bytes per element of a state, and a convolution of width W over C channels.
 
     Bytes sent for each new token, beside those for sharded weights: at most (P - 1) 8 B on each axis of the method.
 

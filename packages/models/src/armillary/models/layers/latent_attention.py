@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.models.config import LatentSizes, LlamaConfig
-from armillary.models.layers.projections import HeadProjections, ProjectionModule, plain
+from armillary.models.layers.projections import HeadProjections, ProjectionModule, module_key
 from armillary.models.layers.rope import RotaryEmbedding
 
 # Epsilon of the norms of latents. In the published models it does not depend on that of other norms.
@@ -63,9 +63,8 @@ class LatentHeadProjections(HeadProjections):
         return torch.cat((k, rotary.expand(-1, -1, len(heads), -1)), -1), v
 
     def latents(self) -> RotaryKeysAndLatents | None:
-        """Returns projections to the latents; None if `value` has hooks, an adapter, a bias or a parametrization."""
-        value: Any = self.value
-        if not plain(value, nn.Linear) or any(value.children()) or value.bias is not None:
+        """Returns projections to the latents; None if `value` is more than a weight (hooks, adapters, quantization)."""
+        if module_key(self.value) is None or self.value.bias is not None:
             return None
         return RotaryKeysAndLatents(**vars(self))
 
