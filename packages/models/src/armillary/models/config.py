@@ -392,9 +392,9 @@ class LatentSizes:
     interleaved: bool = True
 
     def __post_init__(self) -> None:
-        check_sizes(
-            self, ["rank", "rotary_dim", "key_dim", "value_dim", *["query_rank"] * (self.query_rank is not None)]
-        )
+        check_sizes(self, ["rank", "rotary_dim", "key_dim", "value_dim"])
+        if self.query_rank is not None:
+            check_sizes(self, ["query_rank"])
         check_bool("interleaved", self.interleaved)
         if self.rotary_dim % 2:
             raise ValueError(f"rotary_dim={self.rotary_dim} is odd; RoPE rotates pairs, so it must be even")

@@ -64,7 +64,7 @@ class LatentHeadProjections(HeadProjections):
 
     def latents(self) -> RotaryKeysAndLatents | None:
         """Returns projections to the latents; None if `value` is more than a weight (hooks, adapters, quantization)."""
-        if module_key(self.value) is None or self.value.bias is not None:
+        if module_key(self.value) is None or cast(Any, self.value).bias is not None:
             return None
         return RotaryKeysAndLatents(**vars(self))
 
