@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from armillary.models import GPTConfig, LinearScaling, LlamaConfig, StateConfig
+from armillary.models import GPTConfig, LatentSizes, LinearScaling, LlamaConfig, StateConfig
 from armillary.models.hub.configs import FAMILIES
 from armillary.models.parts import describe
 from armillary.plan.arguments import model_of
@@ -29,6 +29,9 @@ MODELS = {
         mixers=("delta_rule", "attention"),
         states=StateConfig(heads=8, key_heads=4, key_dim=16, value_dim=16, conv_width=4),
     ),
+    "youtu": replace(
+        LLAMA, kv_heads=8, head_dim=0, latent=LatentSizes(rank=32, rotary_dim=8, key_dim=16, value_dim=16)
+    ),
     "gpt2": GPTConfig(vocab_size=512, dim=128, layers=2, heads=8, max_positions=4096),
 }
 """A small model of each family that `armillary.models.hub` reads."""
@@ -50,6 +53,13 @@ def test_a_folder_of_each_family_and_its_config_are_models(tmp_path):
             assert model_of(str(name), 1024) == model
     # Longer sequences extend RoPE.
     assert model_of(str(tmp_path / "qwen3"), 10_000).max_positions == 10_000
+
+
+def test_latents_are_refused(tmp_path):
+    options = {"model": str(write_folder(tmp_path / "youtu", "youtu")), "cluster": "8xh100", "tokens": "4Ki"}
+    for call in (lambda: search(SearchOptions(**options)), lambda: plan_memory(MemoryOptions(**options))):
+        with pytest.raises(ValueError, match=r"latent=.*rank=32"):
+            call()
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gpt2"])

@@ -64,6 +64,8 @@ class Widths:
     def of(cls, model: LlamaConfig | GPTConfig, mixer: Mixer = "attention") -> Widths:
         """Returns the widths of a model. Fields of a block, such as `block`, are those of its blocks with `mixer`."""
         llama = isinstance(model, LlamaConfig)
+        if llama and model.latent is not None:
+            raise ValueError(f"latent={model.latent}: multi-head latent attention is not planned yet")
         if llama:
             block = model.block_parameters(mixer)
             blocks = sum(count * model.block_parameters(kind) for kind, count in model.mixer_counts().items())
