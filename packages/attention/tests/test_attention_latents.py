@@ -28,7 +28,12 @@ from armillary.attention import (
     WallFacer,
     reference_attention,
 )
+from armillary.attention.call.calls import AttentionCall
+from armillary.attention.call.spec import AttentionSpec
 from armillary.attention.comm_plans.comm_plan import Role
+from armillary.attention.kernels import CpuFlash, Scores
+from armillary.attention.plans import MethodOptions, named_method, names
+from armillary.attention.tiling.latents import LatentSizes
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import Dispatched, mesh
 from conformance import METHODS, Case, Composition, compositions, drawn
@@ -227,6 +232,86 @@ def test_methods_send_what_is_fewer_bytes(heads):
     for by_method in on_fake_ranks(4, chosen, heads):
         assert all(automatic == min(expanded, latents) for automatic, expanded, latents in by_method), by_method
         assert heads > 2 or all(expanded <= latents for _, expanded, latents in by_method)
+
+
+HEADS = 4, 6, 8, 16
+
+
+def wrong_choices() -> list[str]:
+    """Returns the choices of plans that differ from those of methods, in blocks with and without checkpoints."""
+    wrong = list[str]()
+    for composition, heads in product(compositions([name for name in names() if name in METHODS], [4]), HEADS):
+        method, axes = composition.build(), dict(composition.axes)
+        choice = named_method(composition.method, MethodOptions(nodes=axes.get("nodes")))
+        layout = method.sequence_method.layout(64, "contiguous")
+        for latent, dtype in product((10, 30, 46, 80, 120), (torch.float32, torch.bfloat16)):
+            sizes = {"heads": heads, "kv_heads": heads // 2, "head_dim": 12, "value_dim": 8, "latent": (4, latent)}
+            work = AttentionShape.of(layout, FULL, **sizes, dtype=dtype)
+            numbers = LatentSizes(12 + 8, 4 + latent, work.e, work.a)
+            for in_block in (method, UPipe.for_method(method)):
+                arguments = layout.shards, axes.get("ulysses", 1), in_block is not method
+                is_sent = choice.as_sent(work, *arguments).latent is not None
+                if is_sent != in_block.sends_latents(work.key_heads, numbers):
+                    wrong.append(f"{composition}, {heads} heads, {latent}, {dtype}, {in_block}: plan {is_sent}")
+    return wrong
+
+
+def test_plans_choose_as_methods_do():
+    assert not on_fake_ranks(4, wrong_choices)[0]
+
+
+# -- expansion ---------------------------------------------------------------------------------------------------------
+
+
+def counted_flops(method: Method, work: AttentionShape, latent: tuple[int, int]) -> tuple[int, int]:
+    """Runs a call on this rank, and returns the FLOPs of expansions and their gradients in forward and in backward."""
+    within = method.shards // method.sequence_shards
+    tokens, keys = (layout.refine(within).sizes[method.shard] for layout in (work.layout, work.key_layout))
+    rows = work.head_dim - latent[0] + work.value_dim
+    shapes = (
+        *((work.batch, tokens, len(work.key_heads), work.head_dim), (work.batch, keys, 1, latent[0])),
+        *((work.batch, keys, 1, latent[1]), (work.kv_heads, rows, latent[1])),
+    )
+    q, k, v, weight = (torch.randn(shape, dtype=work.dtype) for shape in shapes)
+    # The call itself, because a counter does not see the products within an op. The kernel is an op of its own.
+    spec = AttentionSpec(work.mask, work.layout, work.key_layout, Scores(0.5), work.key_heads, CpuFlash())
+    call, products = AttentionCall(method, spec), (torch.ops.aten.mm, torch.ops.aten.bmm)
+    with FlopCounterMode(display=False) as forward:
+        out, lse, *saved = call.forward((q, k, v, weight), None)
+    saved = (*saved, k, v) if saved else (q, k, v, out, lse)
+    with FlopCounterMode(display=False) as backward:
+        call.backward(torch.randn_like(out), (*saved, weight))
+    by_op = (counter.get_flop_counts().get("Global", {}) for counter in (forward, backward))
+    forward_flops, backward_flops = (sum(counts.get(product, 0) for product in products) for counts in by_op)
+    return forward_flops, backward_flops
+
+
+def wrong_expansions(ranks: int) -> list[str]:
+    wrong, sizes = list[str](), {"heads": 8, "kv_heads": 4, "head_dim": 12, "value_dim": 8, "batch": 2}
+    for i, composition in enumerate(compositions(list(METHODS), [ranks])):
+        if ranks == 4 and (i + torch.distributed.get_rank()) % 2:  # each on two of four ranks, to save time
+            continue
+        method, mask = composition.build(), (FULL, CAUSAL, AttentionMask(documents=(0, 7, 30, 61)))[i % 3]
+        layout = method.sequence_method.layout(61, ("zigzag", "contiguous", "striped")[i % 3])
+        work = AttentionShape.of(layout, mask, **sizes, dtype=torch.float32, latent=(4, 16), projected=False)
+        if ranks < 4:  # expanded before the call: this rank's keys, again in backward unless a method has saved them
+            method.send_latents = False
+            own_keys = layout.refine(method.shards // method.sequence_shards).sizes[method.shard] * 2 * 4
+            before = 512 * own_keys, 512 * own_keys * (2 if method.redistributes_inputs else 3)
+            wrong += [str(composition)] * (counted_flops(method, work, (4, 16)) != before)
+        method.send_latents = True
+        plan, counted = composition.comm_plan(work), counted_flops(method, work, (4, 16))
+        product = 512  # the FLOPs of one key: a weight of L = 16 columns, and D - Dr + Dv = 16 rows a head
+        passes = plan.forward, plan.backward
+        expanded = [sum(step.expanded[method.shard] for step in steps if step.expanded) for steps in passes]
+        if counted != (planned := (product * expanded[0], 3 * product * expanded[1])):
+            wrong.append(f"{composition}: {counted} counted, plan {planned}")
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_every_composition_expands_the_keys_of_its_plan(ranks):
+    assert on_fake_ranks(ranks, wrong_expansions, ranks) == [[]] * ranks
 
 
 # -- the price --------------------------------------------------------------------------------------------------------

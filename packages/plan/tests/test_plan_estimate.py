@@ -11,6 +11,7 @@ from armillary.attention import AttentionMask, AttentionSpec, Saved, UPipe, Wall
 from armillary.attention.call.spec import key_heads_of
 from armillary.attention.kernels import Scores
 from armillary.attention.plans import Sizes
+from armillary.attention.tiling.latents import Expansion
 from armillary.core.parts import compat
 from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig, StateConfig
@@ -118,21 +119,46 @@ def sizes(heads, key_heads):
     return Sizes(heads * head, key_heads * head, heads * TOKENS * 4, 2, heads / key_heads)
 
 
-def measured(attention, ranks, heads, key_heads, documents=None):
+LATENT, ROTARY, LATENT_DIM, VALUE_DIM = 512, 64, 192, 128
+
+
+def latent_sizes(heads):
+    """Sizes of a call that sends latents, and expands them to as many heads."""
+    token = TOKENS * 2
+    return Sizes(
+        heads * token * LATENT_DIM,
+        (LATENT + ROTARY) / 2 * token,
+        heads * TOKENS * 4,
+        2,
+        1,
+        VALUE_DIM / LATENT_DIM,
+        heads * (LATENT_DIM + VALUE_DIM) / 2 * token,
+        heads * (2 * LATENT_DIM - ROTARY + VALUE_DIM) * token,
+    )
+
+
+def measured(attention, ranks, heads, key_heads, documents=None, latents=False):
     """Peak memory of a method's forward and backward."""
+    dim, value_dim = (LATENT_DIM, VALUE_DIM) if latents else (DIM, DIM)
+    keys = ((1, ROTARY), (1, LATENT)) if latents else ((key_heads, DIM), (key_heads, DIM))
     with fake_world(**attention.mesh_axes({"ring": ranks})) as mesh:
         method = attention(mesh)
         layout = method.layout(TOKENS * ranks)
         mask = AttentionMask(causal=True, documents=documents)
         call = AttentionSpec(mask, layout, layout, Scores(1.0), key_heads_of(heads, key_heads), SimulatedFlash())
         with FakeTensorMode(allow_non_fake_inputs=True):
-            q, out, dout = (torch.empty(1, TOKENS, heads, DIM, dtype=torch.bfloat16) for _ in range(3))
-            k, v = (torch.empty(1, TOKENS, key_heads, DIM, dtype=torch.bfloat16) for _ in range(2))
-            lse = torch.empty(1, TOKENS, heads)
+            dims = dim, value_dim, value_dim
+            q, out, dout = (torch.empty(1, TOKENS, heads, n, dtype=torch.bfloat16) for n in dims)
+            k, v = (torch.empty(1, TOKENS, *shape, dtype=torch.bfloat16) for shape in keys)
+            lse, weight = (
+                torch.empty(1, TOKENS, heads),
+                torch.empty(heads, dim - ROTARY + value_dim, LATENT, dtype=q.dtype),
+            )
+            expansion, expansion_backward = (Expansion.of(q, k, weight, is_backward) for is_backward in (False, True))
             with LiveBytes() as forward:
-                method.forward(q, k, v, call)
+                method.forward(q, k, v, call, *([expansion] if latents else []))
             with LiveBytes() as backward:
-                method.backward(dout, Saved(q, k, v, out, lse), call)
+                method.backward(dout, Saved(q, k, v, out, lse), call, *([expansion_backward] if latents else []))
     return forward.device.peak, backward.device.peak
 
 
@@ -164,6 +190,27 @@ def test_formula_of_each_method(choice, ranks, limits):
         formulas = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
         for formula, peak in zip(formulas, measured(choice, ranks, *heads), strict=True):
             assert limits[0] * peak <= formula <= limits[1] * peak, heads
+
+
+@pytest.mark.parametrize(
+    ("choice", "ranks"),
+    [
+        (AttentionChoice("local"), 1),
+        *((AttentionChoice("ring"), ranks) for ranks in (2, 8)),
+        (AttentionChoice("token_ring"), 4),
+        (AttentionChoice("wallfacer", team=2), 8),
+        (AttentionChoice("all_gather"), 4),
+        (AttentionChoice("ring+ring", nodes=2), 4),
+    ],
+    ids=lambda x: str(x),
+)
+def test_formula_of_each_method_with_latents(choice, ranks):
+    plan = choice.method.sequence_plan(ranks)
+    for heads in (2, 16):  # latents are larger than the keys of few heads
+        x = latent_sizes(heads)
+        formulas = plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)
+        for formula, peak in zip(formulas, measured(choice, ranks, heads, heads, latents=True), strict=True):
+            assert 0.99 * peak <= formula <= 1.04 * peak, heads
 
 
 def test_packed_documents_need_at_most_the_memory_of_the_formula():

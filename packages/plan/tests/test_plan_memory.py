@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, Local, UPipe, build_attention
-from armillary.attention.kernels import CpuFlash, CudaFlash
+from armillary.attention.kernels import CpuFlash, CudaFlash, Cudnn
 from armillary.attention.parts import Inputs
 from armillary.core import label
 from armillary.core.testing import fake_world
@@ -174,11 +174,13 @@ def test_allocations_of_simulated_flash(version):
     assert live.device.total == results
 
 
-def test_simulated_flash_refuses_the_same_inputs_as_cuda_flash():
+def test_simulated_flash_refuses_the_inputs_that_cuda_flash_and_cudnn_refuse():
     for dtype in (torch.bfloat16, torch.float32):
-        for dims in ((64, 64), (64, 128), (512, 512), (20, 20)):
+        for dims in ((64, 64), (64, 128), (192, 128), (256, 128), (256, 256), (512, 512), (20, 20)):
             on_cpu, on_cuda = (Inputs(device, dtype, *dims) for device in ("cpu", "cuda"))
-            assert SimulatedFlash().refuses(on_cpu) == CudaFlash().refuses(on_cuda)
+            refused, by_cudnn = CudaFlash().refuses(on_cuda), Cudnn().refuses(replace(on_cuda, capability=(9, 0)))
+            assert SimulatedFlash(version=3).refuses(on_cpu) == refused
+            assert SimulatedFlash().refuses(on_cpu) == (by_cudnn and refused)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

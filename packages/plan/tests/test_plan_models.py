@@ -55,14 +55,7 @@ def test_a_folder_of_each_family_and_its_config_are_models(tmp_path):
     assert model_of(str(tmp_path / "qwen3"), 10_000).max_positions == 10_000
 
 
-def test_latents_are_refused(tmp_path):
-    options = {"model": str(write_folder(tmp_path / "youtu", "youtu")), "cluster": "8xh100", "tokens": "4Ki"}
-    for call in (lambda: search(SearchOptions(**options)), lambda: plan_memory(MemoryOptions(**options))):
-        with pytest.raises(ValueError, match=r"latent=.*rank=32"):
-            call()
-
-
-@pytest.mark.parametrize("kind", ["mistral", "gpt2"])
+@pytest.mark.parametrize("kind", ["mistral", "gpt2", "youtu"])
 def test_search_and_memory_take_a_folder_or_its_config(kind, tmp_path):
     folder = write_folder(tmp_path / kind, kind)
     (tmp_path / "pair.toml").write_text('like = "8xh100"\nranks_per_node = 2\n')

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,12 +44,28 @@ CLUSTERS = [
 ]
 
 GPT = GPTConfig(dim=8, layers=1, heads=2, max_positions=4096)
+MINICPM3 = {
+    "model_type": "minicpm3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+}
+MINICPM3 |= {"num_attention_heads": 8, "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
+MINICPM3 |= {"qk_nope_head_dim": 8, "v_head_dim": 8}
 FILES = {
     "binary.toml": bytes(range(256)),
     "deep.toml": b"a = " + b"[" * 50_000,
     "typo.toml": b"like = '8xh100'\nfoo = 3",
     "many.toml": b"like = '8xh100'\nnodes = 99999999999",
     "gemma2/config.json": json.dumps({"model_type": "gemma2", "hidden_size": 64}).encode(),
+    "minicpm3/config.json": json.dumps(MINICPM3).encode(),
+    "lacking/config.json": json.dumps(MINICPM3 | {"kv_lora_rank": None}).encode(),
+    "experts/config.json": json.dumps(MINICPM3 | {"model_type": "deepseek_v3", "n_routed_experts": 8}).encode(),
+    "sparse/config.json": json.dumps(
+        MINICPM3 | {"model_type": "glm4_moe_lite", "n_routed_experts": 8, "mlp_layer_types": ["dense", "sparse"]}
+    ).encode(),
+    "kimi/config.json": json.dumps(MINICPM3 | {"model_type": "kimi_linear"}).encode(),
     "gpt2/config.json": json.dumps(describe(GPT, torch.bfloat16)).encode(),
 }
 
@@ -56,8 +73,8 @@ FILES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("bad")
-    for name in ("folder.toml", "folder", "gemma2", "gpt2"):
-        (root / name).mkdir()
+    for name in ("folder.toml", "folder", *(Path(file).parent for file in FILES)):
+        (root / name).mkdir(exist_ok=True)
     for name, content in FILES.items():
         (root / name).write_bytes(content)
     (root / "loop.toml").symlink_to(root / "loop.toml.other")
@@ -89,6 +106,11 @@ PLAN = [
     ("--model gpt-5", "--model gpt-5", "llama3-8b", "config.json"),
     ("--model gemma2", "--model", "config.json", "'gemma2'", *FAMILIES),
     ("--model folder", "config.json"),
+    ("--model lacking", "--model lacking", "kv_lora_rank"),
+    ("--model experts", "--model experts", "n_routed_experts=8"),
+    ("--model sparse", "--model sparse", "n_routed_experts=8"),
+    ("--model kimi", "--model kimi", "linear_attention", "full_attention"),
+    ("--model minicpm3 --out x.toml", "--out x.toml", "--model minicpm3"),
     ("--model gpt2 --tokens 8Ki", "--tokens 8,192", "gpt2", "4,096"),
     ("--attention nothing", "--attention nothing", "upipe"),
     ("--attention local --cluster 16xh100", "--attention local", "16 ranks"),

@@ -37,6 +37,7 @@ from armillary.attention.kernels import (
     MULTIPROCESSORS,
     PERSISTENT,
     BackwardTensors,
+    Cudnn,
     Flash,
     FlashAttn3,
     FlashCall,

@@ -7,7 +7,7 @@ sequence method, joined by "+": "upipe+wallfacer".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple, get_args
@@ -22,12 +22,14 @@ from armillary.attention.comm_plans.rings import AllGatherPlan, LocalPlan, RingP
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.all_gather import AllGatherKV
 from armillary.attention.methods.base import Method
+from armillary.attention.methods.head_shards import KeyTransfers, split_heads
 from armillary.attention.methods.local import Local
 from armillary.attention.methods.ring import Backward, Ring
 from armillary.attention.methods.token_ring import TokenRing
 from armillary.attention.methods.ulysses import Ulysses
 from armillary.attention.methods.upipe import UPipe
 from armillary.attention.methods.wallfacer import Placement, WallFacer, fitting_teams
+from armillary.attention.tiling.latents import LatentSizes
 from armillary.core import SequenceLayout
 
 
@@ -192,15 +194,34 @@ class NamedMethod:
         return inner(work) if head is None else head.comm_plan(work, ulysses, inner, rotates_latents)
 
     def checkpointed_comm_plan(self, work: AttentionShape, ring: int, ulysses: int) -> CommPlan | None:
-        """Returns the plan in a block under a checkpoint policy; None if it is `comm_plan`.
+        """Returns the plan in a block under a checkpoint policy; None if it is `comm_plan`."""
+        head, sequence = self.checkpointed_head_plan(ulysses), self.sequence_plan(ring)
+        inner, rotates_latents = partial(sequence_comm_plan, sequence), sequence.rotates_latents and ring > 1
+        return None if head is None else head.comm_plan(work, ulysses, inner, rotates_latents)
+
+    def checkpointed_head_plan(self, ulysses: int) -> HeadPlan | None:
+        """Returns the plan of the head method in a block under a checkpoint policy; None if it is `head_plan`.
 
         There Ulysses runs as UPipe with all heads in one stage, so backward sends q, k, v and out again.
         """
         head = self.head_plan(ulysses)
-        if head is None or head.projects_in_stages or ulysses == 1:
-            return None
-        inner = partial(sequence_comm_plan, self.sequence_plan(ring))
-        return UPipePlan(method=self.name).comm_plan(work, ulysses, inner)
+        return None if head is None or head.projects_in_stages or ulysses == 1 else UPipePlan(method=self.name)
+
+    def as_sent(self, work: AttentionShape, ring: int, ulysses: int, checkpointed: bool = False) -> AttentionShape:
+        """Returns a call with latents as the method sends it: with latents, or with keys that are expanded before.
+
+        Chooses as `Method.sends_latents`; `checkpointed`: as the method does in a block under a checkpoint policy.
+        """
+        if work.latent is None:
+            return work
+        sequence, head = self.sequence_plan(ring), self.head_plan(ulysses) or HeadPlan()
+        head = (self.checkpointed_head_plan(ulysses) if checkpointed else None) or head
+        rotates_latents = sequence.rotates_latents and ring > 1 and (ulysses > 1 or head.projects_in_stages)
+        heads, stage_keys = split_heads(work.key_heads, ulysses), head.stage_keys(work.key_heads, ulysses)
+        nodes = ring if sequence.sends_keys else 1
+        transfers = KeyTransfers(heads, nodes, stage_keys, head.key_sends, rotates_latents)
+        sizes = LatentSizes(work.head_dim + work.value_dim, sum(work.latent), work.e, work.a)
+        return work if sequence.takes_latents and transfers.latents_pay(sizes) else replace(work, latent=None)
 
     def layout(self, length: int, ring: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
         """Returns the layout over `ring` ranks that `Method.layout` refines for the head axis."""

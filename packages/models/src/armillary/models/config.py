@@ -404,12 +404,26 @@ class LatentSizes:
         """D."""
         return self.key_dim + self.rotary_dim
 
+    @property
+    def sent(self) -> int:
+        """Numbers that travel for a token: Dr + L."""
+        return self.rotary_dim + self.rank
+
+    @property
+    def key_parameters(self) -> int:
+        """Parameters that expand latents to the key and the value of one head: (D - Dr + Dv) L."""
+        return (self.key_dim + self.value_dim) * self.rank
+
+    def shared_parameters(self, dim: int) -> int:
+        """Parameters that no head has of its own: projections to latents and rotary keys, and the latents' norms."""
+        query_rank = self.query_rank or 0
+        return dim * (query_rank + self.sent) + query_rank + self.rank
+
     def parameters(self, dim: int, heads: int) -> int:
         """Number of parameters of attention with H heads on a residual stream of width `dim`."""
-        queries, values = heads * self.head_dim, heads * self.value_dim
-        query = dim * queries if self.query_rank is None else self.query_rank * (dim + 1 + queries)  # with a norm
-        latent = dim * (self.rank + self.rotary_dim) + self.rank  # with a norm
-        return query + latent + self.rank * (heads * self.key_dim + values) + values * dim
+        # Of a head: its query, the expansion of its key and value, and its part of the output projection.
+        of_head = (self.query_rank or dim) * self.head_dim + self.key_parameters + self.value_dim * dim
+        return self.shared_parameters(dim) + heads * of_head
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import tyro
 from armillary.data.console import flag_in_errors, quantity
 from armillary.models import GPTConfig, LlamaConfig, StateConfig, pretrained_config
 from armillary.plan.cluster import Cluster
+from armillary.plan.latent_models import latent_model
 from armillary.train.config import flag
 from armillary.train.parts import MOST_RANKS
 
@@ -51,7 +52,7 @@ def model_of(name: str, length: int) -> Model:
             f"--model {name}: must be one of {', '.join(MODELS)}, or an existing Hugging Face folder or config.json"
         )
     with flag_in_errors(f"--model {name}"):
-        model = pretrained_config(name)
+        model = latent_model(name) or pretrained_config(name)
     if isinstance(model, LlamaConfig):  # as in the trainer, RoPE has any number of positions
         return replace(model, max_positions=max(model.max_positions, length))
     if length > model.max_positions:

@@ -74,6 +74,8 @@ class Step(NamedTuple):
             computation of the next step. A next step that computes nothing starts after they have ended.
         blocks: for each rank, the block whose pairs it computes; None on a rank without a block.
         heads: for each rank of the head axis, the query heads that it computes. Empty: all heads on every rank.
+        expanded: for each rank, the keys that it expands from latents during the step, summed over its key/value heads
+            and the rows of the batch; 0 if finished keys are sent. Backward also computes gradients of as many.
     """
 
     moves: tuple[Move, ...] = ()
@@ -81,6 +83,7 @@ class Step(NamedTuple):
     later_moves: tuple[Move, ...] = ()
     blocks: tuple[Block | None, ...] = ()
     heads: tuple[Sequence[int], ...] = ()
+    expanded: tuple[int, ...] = ()
 
 
 Steps = tuple[Step, ...]
@@ -205,6 +208,10 @@ class AttentionShape:
             projected=projected,
             latent=latent,
         )
+
+    def expanded(self, tokens: int) -> int:
+        """Returns the keys, over all heads and rows, that expand from the latents of `tokens` tokens; 0 without."""
+        return 0 if self.latent is None else tokens * self.batch * self.kv_heads
 
     @property
     def grid(self) -> Grid:
@@ -345,14 +352,17 @@ def side_by_side(groups: Sequence[tuple[Steps, Sequence[int]]], total: int) -> S
     def join(same_time: Sequence[Step]) -> Step:
         # A rank that computes nothing has 0 pairs and the block None.
         pairs: list[int] = [0] * total if any(step.pairs for step in same_time) else []
+        expanded: list[int] = [0] * total if any(step.expanded for step in same_time) else []
         blocks: list[Block | None] = [None] * total if any(step.blocks for step in same_time) else []
         for ranks, step in zip(ranks_of, same_time, strict=True):
             for rank, count in zip(ranks, step.pairs, strict=False):  # a step without computation has no pairs
                 pairs[rank] = count
+            for rank, count in zip(ranks, step.expanded, strict=False):
+                expanded[rank] = count
             for rank, block in zip(ranks, step.blocks, strict=False):
                 blocks[rank] = block
         moves = join_moves(step.moves for step in same_time)
         later_moves = join_moves(step.later_moves for step in same_time)
-        return Step(moves, tuple(pairs), later_moves, tuple(blocks))
+        return Step(moves, tuple(pairs), later_moves, tuple(blocks), expanded=tuple(expanded))
 
     return tuple(map(join, zip_longest(*(group_steps for group_steps, _ in groups), fillvalue=Step())))

@@ -39,14 +39,14 @@ class UlyssesPlan(HeadPlan):
         # 1. q, k and v to heads.
         to_heads = moves.to_heads(*keys, "k", sent_k * e), moves.to_heads(*keys, "v", sent_v * e)
         # 2. The inner method on each rank's heads. 3. out back to tokens.
-        rank_calls = (
+        rank_calls = tuple(
             replace(work, key_heads=heads.key_heads(work.key_heads, rank), kv_heads=len(heads.keys[rank]))
             for rank in range(ranks)
         )
         if work.latent is not None and rotates_latents and ranks > 1:
-            plan, to_heads = GatheredLatents(work, ranks).ring_plan([*map(len, heads.queries)]), ()
+            plan, to_heads = GatheredLatents(work, ranks).ring_plan(rank_calls), ()
         else:
-            plan = moves.inner_plan(inner, tuple(rank_calls))
+            plan = moves.inner_plan(inner, rank_calls)
         qkv = moves.to_heads(*queries, "q", q * e), *to_heads
         inner_forward, inner_backward = of_heads(plan.forward, heads.queries), of_heads(plan.backward, heads.queries)
         out, dout = moves.to_tokens(*queries, "out", v * e), moves.to_heads(*queries, "dout", v * e)
@@ -66,8 +66,9 @@ class UlyssesPlan(HeadPlan):
         return x.q + 2 * x.k + inner
 
     def backward_memory(self, x: Sizes, inner: float, stages: HeadStages, alone: bool) -> float:
-        """Received dout, if there are several ranks, and the inner method."""
-        return (x.q if stages.ranks > 1 else 0) + inner
+        """Received dout, if there are several ranks, and the inner method, or its gradients, sent and received."""
+        grads = x.q + 2 * x.k * (1 if x.expanded is None else x.w)
+        return x.out + max(inner, 3 * grads) if stages.ranks > 1 else inner
 
 
 StageSteps = tuple[list[Move], Steps, list[Move]]
@@ -82,25 +83,29 @@ class UPipePlan(HeadPlan):
     prefetch: bool = False
 
     projects_in_stages = True
+    key_sends = 2
+
+    def stage_keys(self, key_heads: tuple[int, ...], ranks: int) -> list[int]:
+        return [stage.key_count for stage in stages_of(key_heads, ranks, self.heads_per_stage)]
 
     def comm_plan(self, work: AttentionShape, ranks: int, inner: InnerPlan, rotates_latents: bool = False) -> CommPlan:
         moves, stages = HeadMoves(work, ranks), stages_of(work.key_heads, ranks, self.heads_per_stage)
         q, v = work.batch * work.head_dim, work.batch * work.value_dim  # elements of one token and head, over all rows
         e = work.e  # bytes of an element
-        inner_plan = cache(partial(moves.inner_plan, inner))  # most stages are equal
+        stage_plan = partial(moves.inner_plan, inner)
         # 0. Latents are sent before the first stage, and their gradients after the last one.
-        stage_plan, sent_latents, latent_grads = None, Steps(), Steps()
+        sent_latents, latent_grads = Steps(), Steps()
         if work.latent is not None:
             stages = [stage.without_rounds() for stage in stages]
             if rotates_latents and work.layout.shards > 1:
                 latents = GatheredLatents(work, ranks)
-                stage_plan = cache(latents.stage_plan)
-                sent_latents, latent_grads = latents.send(), latents.return_grads()
+                stage_plan, sent_latents, latent_grads = latents.stage_plan, latents.send(), latents.return_grads()
             else:
                 keys = moves.sent_keys(())
                 sent_latents = (Step((moves.to_heads(*keys, "k", work.k * e), moves.to_heads(*keys, "v", work.v * e))),)
                 grads = moves.to_tokens(*keys, "dk", work.k * work.a), moves.to_tokens(*keys, "dv", work.v * work.a)
                 latent_grads = (Step(grads),)
+        stage_plan = cache(stage_plan)  # most stages are equal
         forward, backward, plans = list[StageSteps](), list[StageSteps](), list[CommPlan]()
         for stage in stages:
             queries, keys = (moves.sizes, stage.query_ranges), (moves.key_sizes, stage.received_keys.ranges)
@@ -112,15 +117,14 @@ class UPipePlan(HeadPlan):
             ]
             outs = [moves.to_heads(*queries, name, v * e) for name in ("out", "dout")]
             # 2. The inner method, on the heads of the stage.
-            rank_calls = (
+            rank_calls = tuple(
                 replace(work, key_heads=heads.key_heads(work.key_heads), kv_heads=len(heads.keys))
                 if heads.queries
                 else None
                 for heads in stage.by_rank
             )
             stage_heads = [heads.queries for heads in stage.by_rank]
-            plan = stage_plan(tuple(map(len, stage_heads))) if stage_plan else inner_plan(tuple(rank_calls))
-            plans.append(plan)
+            plans.append(plan := stage_plan(rank_calls))
             # 3. Back to tokens: out; in backward dq, and dk and dv of keys whose round ends. Gradients of a key head
             #    that several ranks share are partial sums, which are sent in the accumulation dtype.
             returned_keys = moves.key_sizes, stage.returned_keys.ranges
@@ -166,7 +170,7 @@ class UPipePlan(HeadPlan):
         """Received q, out, dout, k and v of a stage, the sums of dk and dv of the round, and the inner method."""
         # On one rank with one stage, out and dout need no copies. With several stages, the kernel needs a copy of the
         # stage's heads.
-        outs = 2 * x.q if stages.ranks > 1 or stages.has_several_stages else 0
+        outs = 2 * x.out if stages.ranks > 1 or stages.has_several_stages else 0
         # A round of one stage has no sums. At the peak of a round of two stages, the sums are the first stage's dk and
         # dv in their own dtype; with more stages they are in float32.
         sum_width = 1 if alone and stages.stages_per_round == 2 else x.w

@@ -64,6 +64,7 @@ class NodeRingPlan(SequencePlan):
         ValueError: an unknown `backward`.
     """
 
+    takes_latents = True  # as the inner methods below
     nodes: int
     backward: Backward = "auto"
 
@@ -115,7 +116,7 @@ class NodeRingPlan(SequencePlan):
         # Later steps: k and v in use, k and v that arrive, and a copy of the half that is sent on. With two nodes the
         # second step is the last: nothing arrives or is sent, and the first step's out is still in its own dtype.
         key_copies, out_width = (1, 1) if self.nodes == 2 else (1 + 1 + 0.5, x.w)
-        later_step = 2 * x.k * key_copies + out_width * x.q + x.lse + self.other_node_forward(x, devices)
+        later_step = 2 * x.k * key_copies + out_width * x.out + x.lse + self.other_node_forward(x, devices)
         return max(first_step, later_step)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
@@ -138,7 +139,7 @@ class NodeRingPlan(SequencePlan):
     def other_node_forward(self, x: Sizes, devices: int) -> float:
         """Returns the peak of the inner method's forward with keys of another node."""
         # None of the blocks with keys of another node is causal.
-        return self.inner.forward_memory(x, devices) + self.wide_query_sums(x, devices)
+        return self.inner.forward_memory(x, devices) + self.wide_query_sums(x, devices) * x.value_ratio
 
     def other_node_backward(self, x: Sizes, devices: int) -> float:
         return self.inner.backward_memory(x, devices)
@@ -210,6 +211,10 @@ def move_between_nodes(rings: NodeRings, token_sends: TokenSends, step: int, pay
     return move("p2p", "nodes", payload.tensors, sends)
 
 
+RankCalls = tuple[AttentionShape | None, ...]
+"""For each rank of a node, the call with its heads only; None for a rank without heads."""
+
+
 class GatheredLatents:
     """Latents that rotate between P nodes, whose U ranks gather them at each step.
 
@@ -227,14 +232,14 @@ class GatheredLatents:
         nodes = range(self.rings.nodes)
         self.node_steps = [[self.rings.step(node, step) for node in nodes] for step in nodes]
 
-    def ring_plan(self, heads: Sequence[int]) -> CommPlan:
-        """Returns the plan of a `GatheringRing`; `heads` are the numbers of query heads of the U ranks."""
+    def ring_plan(self, calls: RankCalls) -> CommPlan:
+        """Returns the plan of a `GatheringRing`."""
 
         def run(is_backward: bool) -> Iterator[Step]:
             for step, node_steps in enumerate(self.node_steps):
                 returning = self._return(step - 1) if is_backward else ()
                 yield Step(self._within_nodes(all_gather, node_steps, "k", "v"))
-                yield Step((self._rotate(step), *returning), self._pairs(node_steps, heads))
+                yield self._attend(node_steps, calls)._replace(moves=(self._rotate(step), *returning))
                 if is_backward:
                     yield Step(self._within_nodes(reduce_scatter, node_steps, "dk", "dv"))
             yield Step(self._return(self.rings.nodes - 1) if is_backward else ())
@@ -248,9 +253,9 @@ class GatheredLatents:
         gathers = (self._within_nodes(all_gather, node_steps, "k", "v") for node_steps in self.node_steps)
         return steps(*(Step((self._rotate(step), *gather)) for step, gather in enumerate(gathers)))
 
-    def stage_plan(self, heads: Sequence[int]) -> CommPlan:
-        """Returns the plan of a stage with a number of query heads on each of the U ranks: it sends nothing."""
-        attend = steps(*(Step(pairs=self._pairs(node_steps, heads)) for node_steps in self.node_steps))
+    def stage_plan(self, calls: RankCalls) -> CommPlan:
+        """Returns the plan of a stage: it sends nothing."""
+        attend = steps(*(self._attend(node_steps, calls) for node_steps in self.node_steps))
         return CommPlan(attend, attend)
 
     def return_grads(self) -> Steps:
@@ -278,13 +283,15 @@ class GatheredLatents:
         groups = [range(node * ranks, (node + 1) * ranks) for node, node_step in enumerate(node_steps) if node_step]
         return tuple(collective(groups, tokens, self.work.payload(name))._replace(axis="ulysses") for name in names)
 
-    def _pairs(self, node_steps: Sequence[NodeStep | None], heads: Sequence[int]) -> tuple[int, ...]:
-        grid, batch = self.rings.grid, self.work.batch
-        node_pairs = [
-            0 if node_step is None else sum(grid.pairs(node, shard, batch) for shard in node_step.key_shards)
-            for node, node_step in enumerate(node_steps)
-        ]
-        return tuple(pairs * own_heads for pairs in node_pairs for own_heads in heads)
+    def _attend(self, node_steps: Sequence[NodeStep | None], calls: RankCalls) -> Step:
+        """Returns the computation of a step, without moves."""
+        grid, pairs, expanded = self.rings.grid, list[int](), list[int]()
+        for node, node_step in enumerate(node_steps):
+            shards, tokens = ((), 0) if node_step is None else (node_step.key_shards, sum(node_step.key_layout.sizes))
+            node_pairs = sum(grid.pairs(node, shard, self.work.batch) for shard in shards)
+            pairs += [0 if call is None else node_pairs * len(call.key_heads) for call in calls]
+            expanded += [0 if call is None else call.expanded(tokens) for call in calls]
+        return Step(pairs=tuple(pairs), expanded=tuple(expanded))
 
 
 def within_node(node_step: NodeStep, inner: Steps) -> Steps:
@@ -298,7 +305,11 @@ def within_node(node_step: NodeStep, inner: Steps) -> Steps:
         return None if block is None else (node_step.query_shards[block[0]], node_step.key_shards[block[1]])
 
     return tuple(
-        Step(on_devices(step.moves), step.pairs, on_devices(step.later_moves), tuple(map(global_block, step.blocks)))
+        step._replace(
+            moves=on_devices(step.moves),
+            later_moves=on_devices(step.later_moves),
+            blocks=tuple(map(global_block, step.blocks)),
+        )
         for step in inner
     )
 
@@ -353,14 +364,14 @@ class DoubleRingPlan(NodeRingPlan):
         # Half of the queries see all keys of another node, so the inner ring sends whole shards on. At its first step:
         # a copy of k and v to be sent, and k and v that arrive. Later: k and v in use, which are sent from where they
         # are, and k and v that arrive. The terms of the merge are those of `rotate_keys_forward`.
-        block, merge_bytes = kernel_forward(x, 0.5), x.w * x.q + x.lse
-        return (1 + 1) * 2 * x.k + merge_bytes + block + (x.w * x.q + x.lse) / 2
+        block, merge_bytes = kernel_forward(x, 0.5), x.w * x.out + x.lse
+        return (1 + 1) * 2 * x.k + merge_bytes + block + (x.w * x.out + x.lse) / 2 + x.expansion
 
     def other_node_backward(self, x: Sizes, devices: int) -> float:
         if rotates_queries(x, self.backward):
             inner = rotate_queries_backward(x, devices, direct=False, onward=1)
         else:
-            inner = rotate_keys_backward(x, devices, onward=1)
+            inner = rotate_keys_backward(x, devices, onward=1, casts_dq=False)
         return inner + self.wide_query_sums(x, devices)
 
 

@@ -49,23 +49,29 @@ TokenSends = Callable[[RingTopology, Grid, int], Iterable[Send]]
 class LocalPlan(SequencePlan):
     """Plan of `Local`: one block, no communication."""
 
+    takes_latents = True
+    sends_keys = False
+
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         if work.layout.shards > 1:
             raise ValueError(f"the layout has {work.layout.shards} shards; local attention needs 1")
         pairs = work.grid.pairs(0, 0, work.batch) * len(work.key_heads)
-        attend = (Step(pairs=(pairs,), blocks=((0, 0),)),)
+        expanded = work.expanded(work.key_layout.length)
+        attend = (Step(pairs=(pairs,), blocks=((0, 0),), expanded=(expanded,)),)
         return CommPlan(attend, attend)
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
-        return kernel_forward(x)
+        return kernel_forward(x) + x.expansion
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
-        return kernel_backward(x)
+        return max(kernel_backward(x) + x.expansion, x.q + 2 * x.block_k + x.collapse)
 
 
 @dataclass(frozen=True)
 class AllGatherPlan(SequencePlan):
     """Plan of `AllGatherKV`."""
+
+    takes_latents = True
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         ranks, tokens = range(work.layout.shards), work.key_layout.sizes
@@ -73,29 +79,36 @@ class AllGatherPlan(SequencePlan):
         scatter = Step(tuple(reduce_scatter([ranks], tokens, work.payload(name)) for name in ("dk", "dv")))
         heads = len(work.key_heads)
         pairs = tuple(heads * sum(work.grid.pairs(r, s, work.batch) for s in ranks) for r in ranks)
-        attend = Step(pairs=pairs, blocks=tuple((r, 0) for r in ranks))
+        # Latents are expanded shard by shard.
+        seen = (sum(n for s, n in enumerate(tokens) if work.grid.pairs(r, s, work.batch)) for r in ranks)
+        attend = Step(pairs=pairs, blocks=tuple((r, 0) for r in ranks), expanded=tuple(map(work.expanded, seen)))
         return CommPlan(steps(gather, attend), steps(gather, attend, scatter), key_shards=(tuple(ranks),))
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:
         """Peak of the second of two tiles: a causal square of own keys, then half of the queries against other keys."""
         if ranks == 1:
-            return kernel_forward(x)
+            return kernel_forward(x) + x.expansion
         all_keys = 2 * ranks * x.k  # k and v of all ranks
         # The float32 sum of out, lse, and the second tile's out and lse for half of the queries. Beside them either
         # the first tile's out, while it becomes float32, or the second's in float32 and a weight for each query in it.
-        merge_bytes, block = x.w * x.q + x.lse, kernel_forward(x, 0.5)
-        return all_keys + merge_bytes + block + max(x.q, (x.w * x.q + x.lse) / 2)
+        merge_bytes, block = x.w * x.out + x.lse, kernel_forward(x, 0.5)
+        return all_keys + merge_bytes + block + max(x.out, (x.w * x.out + x.lse) / 2) + x.expansion
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
         """Peak of the second tile's kernel, or of the reduce-scatter of dk and dv."""
         if ranks == 1:
-            return kernel_backward(x)
+            return kernel_backward(x) + x.expansion
         all_keys = 2 * ranks * x.k  # k and v of all ranks
         all_sums = x.w * all_keys  # dk and dv of all ranks, in float32
         # The second tile: all k and v, dq of the first tile, and the kernel on half of the queries.
         kernel_bytes = all_keys + x.q + kernel_backward(x, queries=0.5, keys=ranks - 1)
         # The reduce-scatter: dq in float32, the received dk and dv of all ranks, and their sums for own keys.
         scatter_bytes = x.w * x.q + all_sums + 2 * x.w * x.k
+        if x.expanded is not None:
+            # Latents are expanded shard by shard. Beside the last shard's kernel are the sums of the others, and dq in
+            # float32. Then the sums of all shards are joined.
+            kernel_bytes = all_keys + x.expansion + x.w * x.q + kernel_backward(x, queries=0.5) - all_sums / ranks
+            scatter_bytes += all_sums
         return all_sums + max(kernel_bytes, scatter_bytes)
 
 
@@ -110,6 +123,7 @@ class RingPlan(SequencePlan):
         ValueError: an unknown `backward`.
     """
 
+    takes_latents = True
     backward: Backward = "auto"
 
     def __post_init__(self) -> None:
@@ -144,6 +158,9 @@ class RingPlan(SequencePlan):
 class TokenRingPlan(SequencePlan):
     """Plan of `TokenRing`."""
 
+    takes_latents = True
+    sends_keys = False
+
     @property
     def balanced_by(self) -> Side:
         return "keys"
@@ -156,13 +173,13 @@ class TokenRingPlan(SequencePlan):
     def forward_memory(self, x: Sizes, ranks: int) -> float:
         """Peak at the second or third step, when the step's partial result is copied into the buffer to be sent."""
         if ranks == 1:
-            return kernel_forward(x)
+            return kernel_forward(x) + x.expansion
         # Results: this rank's own, the step's and its copy, and a buffer that receives one for half of the tokens.
-        results = (1 + 1 + 1 + 0.5) * kernel_forward(x)
+        results = (1 + 1 + 1 + 0.5) * kernel_forward(x) + x.expansion
         # Queries in use and, except at the last step, queries that arrive.
         second = x.q * min(ranks - 1, 2)
         # Before the third step, the first returned result was merged into this rank's own one, in float32 from then on.
-        third = x.q * min(ranks - 2, 2) + (x.w - 1) * x.q if ranks > 2 else 0
+        third = x.q * min(ranks - 2, 2) + (x.w - 1) * x.out if ranks > 2 else 0
         return results + max(second, third)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
@@ -180,6 +197,7 @@ class WallFacerPlan(SequencePlan):
         ValueError: an unknown `backward`.
     """
 
+    takes_latents = True
     team: int
     placement: Placement = "collect_intra"
     backward: Backward = "auto"
@@ -265,7 +283,7 @@ class WallFacerPlan(SequencePlan):
         ring = rotate_keys_forward(team_sizes, ranks // team**2, onward=1)
         # Partial out and lse of the team's queries, sent and received, and a contiguous copy of lse; for own queries,
         # two outs in float32, and the lse and weights of the merge.
-        merge_bytes = 2 * kernel_forward(team_sizes) + team_sizes.lse + 2 * x.w * x.q + 2 * x.lse
+        merge_bytes = 2 * kernel_forward(team_sizes) + team_sizes.lse + 2 * x.w * x.out + 2 * x.lse
         return max(gather_bytes + ring, merge_bytes)
 
     def backward_memory(self, x: Sizes, ranks: int) -> float:
@@ -345,15 +363,21 @@ def rotation_steps(
     # At each step every rank computes a block with its rotating shard, and sends the shard on, except at the last.
     def step_of(step: int) -> Step:
         ranks = sum(len(ring.ranks) for ring in rings)
-        pairs, blocks = [0] * ranks, [(0, 0)] * ranks
+        pairs, blocks, expanded = [0] * ranks, [(0, 0)] * ranks, [0] * ranks
         for ring in rings:
             for index, rank in enumerate(ring.ranks):
-                blocks[rank] = ring.query_key_shards(index, ring.origin(index, step))
+                origin = ring.origin(index, step)
+                blocks[rank] = ring.query_key_shards(index, origin)
                 pairs[rank] = grid.pairs(*blocks[rank], work.batch) * heads
+                if ring.rotating_side == "keys":  # expands the latents that a rank has, unless it sees none of them
+                    expanded[rank] = work.expanded(ring.reach(grid)[origin].counts[step]) if pairs[rank] else 0
+                elif step == 0:  # the keys stay, and are expanded once
+                    expanded[rank] = work.expanded(work.key_layout.sizes[blocks[rank][1]])
         later_moves = ()
         if returned and return_sends and step > 0:  # at step 0 each rank computes with its own shard
             later_moves = (moves(return_sends, step, returned),)
-        return Step((moves(rotation_sends, step, rotating),), tuple(pairs), later_moves, tuple(blocks))
+        rotation = moves(rotation_sends, step, rotating)
+        return Step((rotation,), tuple(pairs), later_moves, tuple(blocks), expanded=tuple(expanded))
 
     return steps(*map(step_of, range(len(rings[0].ranks))))
 

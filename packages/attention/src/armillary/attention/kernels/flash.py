@@ -82,6 +82,10 @@ class Flash(PackingKernel):
     def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (dq, dk, dv)."""
 
+    def pad(self, *tensors: Tensor) -> list[Tensor]:
+        """Returns tensors [..., D] of the head dims that the kernel takes: of one."""
+        return pad_head_dims(*tensors)
+
     def cut(self, tile: Tile) -> tuple[Tile, ...]:
         return cut_rows(tile)
 
@@ -110,13 +114,13 @@ class Flash(PackingKernel):
         return self._backward(tensors, _packed_call(sequences, scores, tensors[1]))
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-        q, k, padded_v = pad_head_dims(q, k, v)
+        q, k, padded_v = self.pad(q, k, v)
         out, lse = self.call_forward(q, k, padded_v, call)
         # A copy of a part, so that the padding is not saved for backward.
         return out[..., : v.shape[-1]].contiguous(), lse.mT
 
     def _backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
-        dout, q, k, v, out = pad_head_dims(*tensors[:5])
+        dout, q, k, v, out = self.pad(*tensors[:5])
         lse = tensors[5].mT.contiguous()  # [B, H, T] or [H, tokens]
         dq, dk, dv = self.call_backward((dout, q, k, v, out, lse), call)
         return dq, dk, dv[..., : tensors[3].shape[-1]]

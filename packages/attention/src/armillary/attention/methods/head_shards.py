@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
+from armillary.attention.tiling.latents import LatentSizes
 from armillary.core import SequenceLayout
 from armillary.core.parts import integer
 
@@ -66,6 +67,41 @@ def check_heads(heads: int, ranks: int, axis: str = "ulysses") -> None:
             f"{heads} query heads cannot be split over {ranks} ranks of axis {axis!r}; "
             f"give it at most {heads} ranks and the rest to the sequence axis"
         )
+
+
+class KeyTransfers(NamedTuple):
+    """How often keys travel in forward and backward of a call, by which a method chooses what it sends.
+
+    Args:
+        heads: heads of the U ranks of the head axis; of one rank without a head axis.
+        nodes: P, the ranks of the sequence axis between which keys travel; 1 if they stay.
+        stage_keys: number of key/value heads in each stage, summed over the U ranks.
+        key_sends: how often the head axis sends keys: in forward, and again in backward unless their head shards are
+            saved.
+        rotates_latents: True if the ring gathers latents over the head axis at each of its steps, not before.
+    """
+
+    heads: HeadShards
+    nodes: int
+    stage_keys: Sequence[int]
+    key_sends: int = 1
+    rotates_latents: bool = False
+
+    def latents_pay(self, sizes: LatentSizes) -> bool:
+        """Returns True if latents have fewer bytes than expanded keys."""
+        ranks, nodes, e, a = len(self.heads.keys), self.nodes, sizes.element, sizes.accumulated
+        # Bytes of forward and backward, for a token of each of the U ranks. On the head axis gradients are sent as sums
+        # over ranks if ranks share heads or latents. A ring makes P - 1 hops of U times as many tokens in each stage:
+        # of k and v in forward and in backward, and of their gradients.
+        returned, hop = a if self.heads.has_shared_heads else e, 2 * e + a
+        expanded = (ranks - 1) * sum(map(len, self.heads.keys)) * (self.key_sends * e + returned)
+        expanded += (nodes - 1) * ranks * sum(self.stage_keys) * hop
+        if self.rotates_latents:  # hops of single tokens, which are gathered at each of P steps
+            latents = ranks * hop * (nodes - 1 + nodes * (ranks - 1))
+        else:
+            latents = ranks * (ranks - 1) * (self.key_sends * e + a)
+            latents += (nodes - 1) * ranks**2 * len(self.stage_keys) * hop
+        return latents * sizes.sent < expanded * sizes.head
 
 
 # -- stages ------------------------------------------------------------------------------------------------------------
@@ -136,6 +172,11 @@ class Stage:
         counts = [len(heads.queries) for heads in self.by_rank]
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         return tuple(range(start, start + count) for start, count in zip(starts, counts, strict=True))
+
+    @cached_property
+    def key_count(self) -> int:
+        """Number of key/value heads, summed over ranks."""
+        return sum(len(heads.keys) for heads in self.by_rank)
 
     @cached_property
     def received_keys(self) -> KeyHeads:

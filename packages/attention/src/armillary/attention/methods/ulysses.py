@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.call.spec import AttentionMethod, AttentionSpec, Saved
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method, check_inner
-from armillary.attention.methods.head_shards import HeadShards, check_heads, split_heads
+from armillary.attention.methods.head_shards import HeadShards, KeyTransfers, check_heads, split_heads
 from armillary.attention.methods.local import Local
 from armillary.attention.tiling.latents import Expansion, LatentSizes, value_dim
 from armillary.core import Axis, SequenceLayout, accumulation_dtype, start_head_to_seq, start_seq_to_head
@@ -75,25 +75,14 @@ class HeadMethod(Method):
     """How often the axis sends keys: in forward, and again in backward unless their head shards are saved."""
 
     def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
-        ranks, e, a = self.axis.size, sizes.element, sizes.accumulated
-        heads = split_heads(key_heads, ranks)
-        # Bytes of forward and backward, for a token of each of the U ranks. On the head axis gradients are sent as sums
-        # over ranks if ranks share heads or latents. A ring makes P - 1 hops of U times as many tokens in each stage:
-        # of k and v in forward and in backward, and of their gradients.
-        returned, hop = a if heads.has_shared_heads else e, 2 * e + a
+        heads = split_heads(key_heads, self.axis.size)
         nodes = self.inner.sequence_shards if self.inner.sends_keys else 1
-        stages, keys_of_stages = self._stage_counts(key_heads)
-        expanded = (ranks - 1) * sum(map(len, heads.keys)) * (self.key_sends * e + returned)
-        expanded += (nodes - 1) * ranks * keys_of_stages * hop
-        if self.latent_ring is None:
-            latents = ranks * (ranks - 1) * (self.key_sends * e + a) + (nodes - 1) * ranks**2 * stages * hop
-        else:  # hops of single tokens, which are gathered at each of P steps
-            latents = ranks * hop * (nodes - 1 + nodes * (ranks - 1))
-        return latents * sizes.sent < expanded * sizes.head
+        stage_keys, rotates_latents = self._stage_keys(key_heads), self.latent_ring is not None
+        return KeyTransfers(heads, nodes, stage_keys, self.key_sends, rotates_latents).latents_pay(sizes)
 
-    def _stage_counts(self, key_heads: tuple[int, ...]) -> tuple[int, int]:
-        """Returns the number of stages, and the sum over stages and ranks of the key/value heads in a stage."""
-        return 1, sum(map(len, split_heads(key_heads, self.axis.size).keys))
+    def _stage_keys(self, key_heads: tuple[int, ...]) -> list[int]:
+        """Returns the number of key/value heads in each stage, summed over ranks."""
+        return [sum(map(len, split_heads(key_heads, self.axis.size).keys))]
 
     def sizes(self, layout: SequenceLayout) -> tuple[int, ...]:
         """Returns the number of tokens of each rank of this axis. Together these ranks have one sequence shard."""

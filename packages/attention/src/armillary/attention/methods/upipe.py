@@ -251,9 +251,8 @@ class UPipe(HeadMethod, StagedMethod):
         heads = self._staged_call(spec).queries[self.axis.rank]
         return slice(heads.start, heads.stop)
 
-    def _stage_counts(self, key_heads: tuple[int, ...]) -> tuple[int, int]:
-        stages = stages_of(key_heads, self.axis.size, self.heads_per_stage)
-        return len(stages), sum(len(heads.keys) for stage in stages for heads in stage.by_rank)
+    def _stage_keys(self, key_heads: tuple[int, ...]) -> list[int]:
+        return [stage.key_count for stage in stages_of(key_heads, self.axis.size, self.heads_per_stage)]
 
     def _pipeline(
         self, call: StagedCall, source: QKVSource, tensors: Sequence[QueryTensor], latents: Latents | None

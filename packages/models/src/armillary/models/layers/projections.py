@@ -181,7 +181,10 @@ def module_key(module: nn.Module) -> Hashable | None:
     children = module._modules  # pyright: ignore[reportPrivateUsage] - a parametrization, or a subclass's submodule
     if children or "weight" not in parameters or not plain(module, nn.Linear, nn.RMSNorm, nn.LayerNorm):
         return None
-    if not all(x is None or type(x) in (Tensor, nn.Parameter) or compat.is_dtensor(x) for x in parameters.values()):
+    plain_types = all(
+        x is None or type(x) in (Tensor, nn.Parameter) or compat.is_dtensor(x) for x in parameters.values()
+    )
+    if not plain_types and not compat.fakes_tensors():  # a quantized weight, not a fake tensor of a simulated step
         return None
     return type(module), getattr(module, "normalized_shape", None), *map(tensor_key, parameters.values())
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from armillary.models.parts import loss_chunk_tokens
+from armillary.plan.memory.latent_memory import step_sizes
 from armillary.plan.memory.simulate import Job
 from armillary.plan.memory.sizes import FLOAT32_BYTES, StepSizes
 
@@ -41,7 +42,7 @@ def estimate(job: Job) -> Estimate:
     Raises:
         ValueError: the job's attention is not an `AttentionChoice`.
     """
-    peaks = Peaks(StepSizes.of(job))
+    peaks = Peaks(step_sizes(job))
     moments = {name: sizes.round() for name, sizes in peaks.device()}
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     host = max((sizes.round() for sizes in peaks.host()), key=lambda sizes: sum(sizes.values()))
@@ -131,7 +132,8 @@ class Peaks:
         """
         step, model = self.step, self.step.model
         batch = 8 * step.tokens * (2 * step.rows + 1)  # ids and labels of each row, and positions of all rows together
-        rotation = step.tokens * model.head_dim * FLOAT32_BYTES if model.gated else 0  # D / 2 cosines and D / 2 sines
+        rotary_dim = model.latent.rotary_dim if model.latent else model.head_dim
+        rotation = step.tokens * rotary_dim * FLOAT32_BYTES if model.gated else 0  # D / 2 cosines and D / 2 sines
         # The state, the root's parameters, ids, labels and positions (int64), and RoPE's cosines and sines.
         memory = self.state() + CategoryBytes(parameters=step.e * model.root, other=batch + rotation)
         if not step.keeps_gradients:

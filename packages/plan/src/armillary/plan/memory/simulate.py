@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import BackwardTensors, Flash, FlashCall, Inputs, Kernel
+from armillary.attention.parts import BackwardTensors, Cudnn, Flash, FlashCall, Inputs, Kernel
 from armillary.attention.plans import MethodOptions, NamedMethod, Placement, named_method
 from armillary.core import SequenceLayout, clip_gradients, label
 from armillary.core.parts import simulating
@@ -104,11 +104,17 @@ class SimulatedFlash(Flash):
 
     def refuses(self, inputs: Inputs) -> str | None:
         device = "cuda" if inputs.device == "cpu" else inputs.device
+        # cuDNN, on Hopper, also takes values of another head dim than keys.
+        if self.version == 2 and Cudnn().refuses(replace(inputs, device=device, capability=(9, 0))) is None:
+            return None
         return super().refuses(replace(inputs, device=device, capability=None))
+
+    def pad(self, *tensors: Tensor) -> list[Tensor]:
+        return super().pad(*tensors) if self.version == 3 else list(tensors)
 
     def call_forward(self, q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
         lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])  # heads first
-        return torch.empty_like(q), q.new_empty(lse_shape, dtype=torch.float32)
+        return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=torch.float32)
 
     def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, _ = tensors
@@ -122,10 +128,10 @@ class SimulatedFlash(Flash):
         # 2. For dk and dv, unless each query head has a key head of its own. All buffers are alive at once.
         per_query_head = list[Tensor]()
         if heads != key_heads and self.version == 2:
-            per_query_head = [k.new_empty((*k.shape[:-2], heads, k.shape[-1])) for _ in range(2)]
+            per_query_head = [x.new_empty((*x.shape[:-2], heads, x.shape[-1])) for x in (k, v)]
         elif heads != key_heads:
-            keys = padded_rows(k, ends.keys if ends else None), key_heads, padded_head_dim(k.shape[-1])
-            shapes += [keys, keys]
+            rows = padded_rows(k, ends.keys if ends else None)
+            shapes += [(rows, key_heads, padded_head_dim(x.shape[-1])) for x in (k, v)]
         buffers = [*(q.new_empty(shape, dtype=torch.float32) for shape in shapes), *per_query_head]
         del buffers
         return dq, dk, dv

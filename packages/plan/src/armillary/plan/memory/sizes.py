@@ -16,7 +16,7 @@ from torch import float32
 
 from armillary.attention.plans import HeadStages, NamedMethod, Sizes, UPipePlan
 from armillary.core.parts import chunks
-from armillary.models import Checkpointing, GPTConfig, LlamaConfig, Mixer, StateConfig
+from armillary.models import Checkpointing, GPTConfig, LatentSizes, LlamaConfig, Mixer, StateConfig
 from armillary.models.parts import Keep
 from armillary.plan.memory.recurrent_memory import LinearBytes, StateMemory, gathered_bytes
 from armillary.plan.memory.simulate import Job
@@ -31,9 +31,12 @@ class Widths:
 
     Args:
         inner: width inside the MLP.
+        value_dim: Dv.
+        latent: sizes of latents, if attention expands keys and values from them.
         gated: True for LLaMA: the MLP has a gate (SwiGLU), and positions are rotations (RoPE). False for GPT.
         head_norms: True if queries and keys have norms.
         block: number of parameters of a block.
+        shared_latent: number of these that project to latents, which tensor parallelism replicates.
         after_attention: number of these in the part after attention: output projection, second norm and MLP.
         output_norm: number of parameters of the norm on the delta rule's outputs, which tensor parallelism replicates.
         output_biases: number of parameters of the biases of attention's output projection and the MLP's.
@@ -46,12 +49,15 @@ class Widths:
     heads: int
     key_heads: int
     head_dim: int
+    value_dim: int
+    latent: LatentSizes | None
     inner: int
     vocabulary: int
     layers: int
     gated: bool
     head_norms: bool
     block: int
+    shared_latent: int
     after_attention: int
     output_norm: int
     output_biases: int
@@ -64,8 +70,6 @@ class Widths:
     def of(cls, model: LlamaConfig | GPTConfig, mixer: Mixer = "attention") -> Widths:
         """Returns the widths of a model. Fields of a block, such as `block`, are those of its blocks with `mixer`."""
         llama = isinstance(model, LlamaConfig)
-        if llama and model.latent is not None:
-            raise ValueError(f"latent={model.latent}: multi-head latent attention is not planned yet")
         if llama:
             block = model.block_parameters(mixer)
             blocks = sum(count * model.block_parameters(kind) for kind, count in model.mixer_counts().items())
@@ -75,7 +79,8 @@ class Widths:
         outside_blocks = model.parameters() - blocks
         inner = model.hidden_dim if llama else 4 * model.dim
         states = model.states if llama and mixer != "attention" else None
-        mixed_width = model.heads * model.head_dim if states is None else states.values
+        latent = model.latent if llama else None
+        mixed_width = model.heads * model.value_dim if states is None else states.values
         # Output projection, MLP (SwiGLU has 3 matrices, a GPT's 2), norm (a LayerNorm has 2 E) and biases.
         output_bias = model.out_bias and states is None if llama else True
         mlp_bias = model.mlp_bias if llama else True
@@ -89,12 +94,15 @@ class Widths:
             heads=model.heads,
             key_heads=model.kv_heads,
             head_dim=model.head_dim,
+            value_dim=model.value_dim,
+            latent=latent,
             inner=inner,
             vocabulary=model.vocab_size,
             layers=model.layers,
             gated=llama,
             head_norms=llama and model.qk_norm and states is None,
             block=block,
+            shared_latent=latent.shared_parameters(model.dim) if latent else 0,
             after_attention=after_attention,
             output_norm=states.value_dim if states is not None and mixer == "delta_rule" else 0,
             output_biases=output_biases,
@@ -115,6 +123,7 @@ class Widths:
         # Replicated vectors in a block. The second norm and the biases are after attention.
         unsharded_after = norm + self.output_biases
         unsharded_in_block = norm + unsharded_after + self.output_norm + (2 * self.head_dim if self.head_norms else 0)
+        unsharded_in_block += self.shared_latent
         table = self.vocabulary * self.dim
         unsharded_root = self.root - (table if self.tied else 0)
 
@@ -133,6 +142,11 @@ class Widths:
             head=self.head // ranks,
             root=part(self.root, unsharded_root),
         )
+
+    @property
+    def expansion(self) -> int:
+        """Number of a block's parameters that expand latents, and are counted with attention's time; 0 without."""
+        return 0 if self.latent is None else self.heads * self.latent.key_parameters
 
     @property
     def outside_blocks(self) -> int:
@@ -263,8 +277,8 @@ class StepSizes:
 
     @cached_property
     def out(self) -> float:
-        """Bytes of attention's output [B, T, H, D]."""
-        return self.tensor(self.model.heads * self.model.head_dim)
+        """Bytes of attention's output [B, T, H, Dv]."""
+        return self.tensor(self.model.heads * self.model.value_dim)
 
     @cached_property
     def lse(self) -> float:

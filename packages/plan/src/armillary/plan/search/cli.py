@@ -25,6 +25,7 @@ from armillary.data.console import (
 )
 from armillary.models import LlamaConfig
 from armillary.plan.arguments import is_hybrid, model_size
+from armillary.plan.latent_models import has_latents
 from armillary.plan.memory.room import advice, policy_text
 from armillary.plan.search.search import NEEDED, Choice, SearchOptions, SearchResult, best_of, search
 from armillary.plan.search.trainer_config import command_line, write_choice
@@ -87,10 +88,11 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
                 "parts": choice.time.parts(),
                 "mfu": choice.mfu,
                 "sent_bytes": choice.sent_bytes,
+                "sends_latents": choice.sends_latents,
                 "device": choice.memory.device,
                 "host": choice.memory.host,
                 "reason": None if choice.fits and choice is result.fitting[0] else result.reason(choice),
-                "command": command_line(result, choice),
+                "command": None if has_latents(result.options.model) else command_line(result, choice),
             }
             for choice in result.choices
         ],
@@ -124,7 +126,11 @@ def show(result: SearchResult) -> None:
     if is_hybrid(result.model):
         print("\nthe best with each layout\n")
         print_table(STATE_LAYOUTS, layout_rows(result))
-    print(f"\n{summary_of_hidden_choices(result)}\n\n{command_line(result, best[0], result.options.out)}")
+    print(f"\n{summary_of_hidden_choices(result)}\n")
+    if has_latents(result.options.model):
+        print(f"armillary-train does not read {result.options.model}; transformers train it, with ContextParallel")
+    else:
+        print(command_line(result, best[0], result.options.out))
 
 
 def heading(result: SearchResult) -> list[str]:
@@ -154,7 +160,8 @@ def choice_rows(result: SearchResult, best: list[Choice]) -> Iterator[list[str]]
     for choice in best:
         has_layouts = result.documents is not None or is_hybrid(result.model)
         layout = f", {choice.candidate.layout_name}" if has_layouts and choice.candidate.mesh.ring > 1 else ""
-        names = f"{choice.candidate.attention}{layout}", str(choice.candidate.mesh)
+        sent = ", latents" if choice.sends_latents else ""
+        names = f"{choice.candidate.attention}{layout}{sent}", str(choice.candidate.mesh)
         reason = "" if choice is best[0] else result.reason(choice)
         yield [*names, *figures(choice, best[0]), stored_text(choice), reason]
 

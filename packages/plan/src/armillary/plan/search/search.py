@@ -24,6 +24,7 @@ from armillary.plan.arguments import (
     model_of,
 )
 from armillary.plan.cluster import Cluster
+from armillary.plan.latent_models import has_latents
 from armillary.plan.memory import Estimate, Job
 from armillary.plan.memory.room import HOST_RESERVE, POLICIES, RESERVE, Room, fit_policy
 from armillary.plan.search.candidates import (
@@ -106,6 +107,7 @@ class Choice:
         mfu: the model's FLOPs over the cluster's peak FLOPs in the predicted time.
         sent_bytes: bytes that the busiest rank sends in a step for attention and recurrent states, and for moving
             hidden states between the layouts of a hybrid.
+        sends_latents: True if attention sends latents instead of keys and values.
     """
 
     candidate: Candidate
@@ -115,6 +117,7 @@ class Choice:
     fits: bool
     mfu: float
     sent_bytes: int
+    sends_latents: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,8 @@ def search(options: SearchOptions, progress: Callable[[int, int], None] = lambda
     check_methods(options.attention)
     cluster, length, rows = cluster_of(options.cluster), amount(options, "tokens"), options.rows
     model = model_of(options.model, length)
+    if options.out is not None and has_latents(options.model):
+        raise ValueError(f"--out {options.out}: armillary-train does not read --model {options.model}; leave it out")
     room = Room.of(cluster, amount(options, "reserve", byte_quantity), amount(options, "host_reserve", byte_quantity))
     documents = None
     if options.documents is not None and options.document_tokens is not None:
@@ -276,9 +281,9 @@ def choices_of(
         for stored, usage in fit_policy(policy, placed, room):
             time = step_time(stored, passes, cluster)
             mfu = flops / (time.seconds * cluster.ranks * cluster.accelerator.flops)
-            choice = Choice(
-                candidate, stored, time, usage, room.share(usage) <= 1, mfu, max(step_bytes(stored, passes))
-            )
+            sent, fits = max(step_bytes(stored, passes)), room.share(usage) <= 1
+            sends_latents = passes.at("attention", stored.checkpointing.policy).sends_latents
+            choice = Choice(candidate, stored, time, usage, fits, mfu, sent, sends_latents)
             choices.append(choice)
             fastest = min(fastest, time.seconds if choice.fits else inf)
             if stored.checkpointing == policy and choice.fits and time.offload <= TIE * time.seconds:

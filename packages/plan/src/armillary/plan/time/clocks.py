@@ -28,7 +28,7 @@ class PassTime:
     """Seconds of one or more passes (forward or backward) of attention, by cause.
 
     Args:
-        compute: kernels, as if nothing were sent.
+        compute: kernels, and expansion of latents, as if nothing were sent.
         exposed: time that communication adds: waiting for transfers or for slower ranks, and the slowdown of kernels
             that run beside transfers.
         overhead: kernel launches and merges of partial results, in each step.
@@ -103,6 +103,7 @@ def plan_seconds(
     copies: int = 1,
     overlap: bool = True,
     stride: int = 1,
+    seconds_per_key: float = 0.0,
 ) -> PassTime:
     """Time of one pass of attention, until the last rank is done.
 
@@ -113,12 +114,15 @@ def plan_seconds(
         overlap: False for a kernel that leaves no multiprocessor to NCCL: a step's moves then start after the kernel.
         stride: distance between successive ranks of a group, which is the number of groups that interleave. Tensor
             parallelism over tp ranks has stride tp. `copies` counts all groups, interleaved ones too.
+        seconds_per_key: seconds to expand the key and value of a head from a latent; in backward also their gradients.
     """
     ranks, overhead = cluster.ranks // copies, cluster.accelerator.step  # seconds of overhead in each step
     clocks, kernel_seconds, exchange = Clocks(np.zeros(ranks), np.zeros(ranks)), np.zeros(ranks), 0.0
     timed = timed_exchanges(dict.fromkeys((step.moves, step.later_moves) for step in steps), cluster, copies, stride)
     for step in steps:
         compute = np.array(step.pairs, np.float64) * seconds_per_pair + overhead
+        if any(step.expanded):
+            compute += np.array(step.expanded) * seconds_per_key
         moves, results = timed[step.moves, step.later_moves]
         clocks = clocks.after(compute, moves, results, overlap)
         if step.pairs:

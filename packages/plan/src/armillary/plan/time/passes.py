@@ -23,15 +23,26 @@ from armillary.models import LlamaConfig, Mixer, StateConfig
 from armillary.models.parts import Policy
 from armillary.plan.cluster import Cluster
 from armillary.plan.memory import Job
+from armillary.plan.memory.latent_memory import call_shape
 from armillary.plan.time.clocks import PassTime, plan_seconds
 from armillary.states import halo_comm_plan, relayout_comm_plan, state_comm_plan
 
-FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10
-"""FLOPs per visible (query, key) pair, head and element of head dim. A matrix product takes 2: a multiply and an add.
 
-Forward has two products: Q K^T and P V. Backward has five, as FlashAttention-2 (arXiv 2307.08691) counts them: Q K^T
-again, dV, dP, dQ and dK.
-"""
+def pair_flops(head_dim: int, value_dim: int) -> tuple[int, int]:
+    """FLOPs of a visible (query, key) pair of a head, in forward and in backward.
+
+    A matrix product takes 2 for each element: a multiply and an add. Forward has two products: Q K^T and P V. Backward
+    has five, as FlashAttention-2 (arXiv 2307.08691) counts them: Q K^T again, dV, dP, dQ and dK.
+    """
+    return 2 * (head_dim + value_dim), 2 * (3 * head_dim + 2 * value_dim)
+
+
+FORWARD_FLOPS, BACKWARD_FLOPS = pair_flops(1, 1)
+"""FLOPs per visible pair, head and element of head dim, if Dv = D."""
+
+EXPANSION_PRODUCTS = 1, 3
+"""Products with the weight of the expansion in forward and in backward, which expands keys again and has two gradients:
+of latents and of the weight."""
 
 SentBytes = tuple[tuple[int, ...], tuple[int, ...]]
 """Bytes that each rank sends: (by rank in forward, by rank in backward)."""
@@ -44,6 +55,7 @@ class Passes:
     Args:
         overlap: True if forward sends while it computes.
         sent_bytes: bytes that each rank sends, in forward and in backward.
+        sends_latents: True if latents are sent instead of keys and values.
         checkpointed: the passes under a checkpoint policy; None if they are these.
         states: passes of a block of each recurrent mixer.
         relayout: one move of hidden states between attention's layout and the layout of recurrent layers (forward), and
@@ -55,6 +67,7 @@ class Passes:
     backward: PassTime
     overlap: bool = True
     sent_bytes: SentBytes = ((), ())
+    sends_latents: bool = False
     checkpointed: Passes | None = None
     states: Mapping[Mixer, Passes] = field(default_factory=dict[Mixer, "Passes"])
     relayout: Passes | None = None
@@ -85,21 +98,15 @@ def passes_of(
         mask: mask of the rows of a rank; by default causal.
     """
     model, method, mask = job.model, job.method, mask or AttentionMask()
+    latent = model.latent if isinstance(model, LlamaConfig) else None
     ring, ulysses, tp = (job.axes.get(name, 1) for name in ("ring", "ulysses", "tp"))
     # 1. The method's communication plan, which each group of ring x ulysses ranks runs. Groups along replicate, shard
     # and tp run it at the same time and share the links between nodes.
-    shape = AttentionShape.of(
-        method.layout(job.length, ring, layout, mask),
-        mask,
-        heads=model.heads // tp,
-        kv_heads=model.kv_heads // tp,
-        head_dim=model.head_dim,
-        dtype=job.precision,
-        batch=job.rows,
-    )
+    shape = call_shape(job, method.layout(job.length, ring, layout, mask), mask)
+    sent, checkpointed_sent = (method.as_sent(shape, ring, ulysses, checkpointed) for checkpointed in (False, True))
     comm_plan, checkpointed_plan = (
-        method.comm_plan(shape, ring, ulysses),
-        method.checkpointed_comm_plan(shape, ring, ulysses),
+        method.comm_plan(sent, ring, ulysses),
+        method.checkpointed_comm_plan(checkpointed_sent, ring, ulysses),
     )
     # 2. Its time, by the seconds of a (query, key) pair of one head: its FLOPs over the FLOP/s that the kernel attains.
     device, copies = cluster.accelerator, cluster.ranks // (ring * ulysses)
@@ -107,20 +114,31 @@ def passes_of(
     # If the kernel leaves NCCL no multiprocessors, forward hides no communication: NCCL's kernels start when it ends.
     overlap = margin > 0 or not device.is_persistent(kernel)
     forward_share, backward_share = device.attention_shares(job.length, kernel, margin)
-    forward_pair = FORWARD_FLOPS * model.head_dim / (device.flops * forward_share)
-    backward_pair = BACKWARD_FLOPS * model.head_dim / (device.flops * backward_share)
+    forward_flops, backward_flops = pair_flops(model.head_dim, model.value_dim)
+    forward_pair = forward_flops / (device.flops * forward_share)
+    backward_pair = backward_flops / (device.flops * backward_share)
+    # Seconds to expand the key of a head. A rank that sends expanded keys has expanded those of its own tokens.
+    key = 2 * latent.key_parameters / (device.flops * device.matmul) if latent else 0.0
+    own_keys = -(-max(shape.layout.sizes) // ulysses) * job.rows * shape.kv_heads
 
-    def time(plan: CommPlan) -> Passes:
-        return Passes(
-            plan_seconds(plan.forward, cluster, forward_pair, copies, overlap, stride=tp),
-            plan_seconds(plan.backward, cluster, backward_pair, copies, stride=tp),
+    def time(plan: CommPlan, sent: AttentionShape, saves_expanded: bool = False) -> Passes:
+        key_forward, key_backward = (key * products for products in EXPANSION_PRODUCTS)
+        passes = Passes(
+            plan_seconds(plan.forward, cluster, forward_pair, copies, overlap, tp, key_forward),
+            plan_seconds(plan.backward, cluster, backward_pair, copies, stride=tp, seconds_per_key=key_backward),
             overlap,
             sent_bytes(plan, ring * ulysses),
+            sent.latent is not None,
         )
+        if sent.latent is not None:
+            return passes
+        before, after = PassTime(own_keys * key_forward), PassTime(own_keys * (key_backward - saves_expanded * key))
+        return replace(passes, forward=passes.forward + before, backward=passes.backward + after)
 
-    passes = time(comm_plan)
+    # Without checkpoints, Ulysses saves the expanded keys that a rank receives.
+    passes = time(comm_plan, sent, saves_expanded=checkpointed_plan is not None)
     if checkpointed_plan is not None:
-        passes = replace(passes, checkpointed=time(checkpointed_plan))
+        passes = replace(passes, checkpointed=time(checkpointed_plan, checkpointed_sent))
     if not isinstance(model, LlamaConfig) or model.states is None:
         return passes
     # 3. Layers with a state. Outside of attention, ranks on the head axis divide a shard among them.

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from armillary.plan.cluster import Cluster
 from armillary.plan.memory import Job
+from armillary.plan.memory.latent_memory import step_sizes
 from armillary.plan.memory.peaks import Peaks
 from armillary.plan.memory.sizes import FLOAT32_BYTES, StepSizes
 from armillary.plan.time.clocks import PassTime, all_gather_seconds
@@ -27,7 +28,7 @@ class StepTime:
 
     Args:
         dense: matrix products of blocks, forward and backward.
-        attention: attention kernels, and recurrences of a hybrid, forward and backward.
+        attention: attention kernels with the expansion of latents, and recurrences of a hybrid, forward and backward.
         recomputed: recomputation in backward, attention included.
         head: matrix products of the head, for logits and their gradients.
         exchange: waiting for communication of attention and of a hybrid's states and layouts, and the slowdown of
@@ -70,7 +71,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     Raises:
         ValueError: the job's attention is not an `AttentionChoice`.
     """
-    step, device = StepSizes.of(job), cluster.accelerator
+    step, device = step_sizes(job), cluster.accelerator
     matmul_flops = device.flops * device.matmul
     tokens, layers = step.rows * step.tokens, step.model.layers
     # 1. Computation, summed over the blocks of each mixer.
@@ -83,7 +84,8 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     for sizes, blocks in step.by_mixer(range(layers)):
         mixer_passes = passes.at(sizes.mixer, step.checkpointing.policy)
         # 6 FLOPs per parameter and token (arXiv 2001.08361): a multiply and an add in forward, twice that in backward.
-        block_dense = 2 * sizes.model.block * tokens / matmul_flops
+        # Attention's passes have the expansion of latents.
+        block_dense = 2 * (sizes.model.block - sizes.model.expansion) * tokens / matmul_flops
         dense += 3 * block_dense * len(blocks)
         recomputed += recomputed_products(step, sizes, blocks, block_dense)
         recomputed_attention += mixer_passes.forward.times(recomputed_attentions(step, blocks))
@@ -117,7 +119,7 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
 
 def step_bytes(job: Job, passes: Passes) -> list[int]:
     """Bytes that each rank sends in a step for attention, states and moves between layouts, recomputation included."""
-    step, total = StepSizes.of(job), [0] * len(passes.sent_bytes[0])
+    step, total = step_sizes(job), [0] * len(passes.sent_bytes[0])
 
     def add(by_rank: Sequence[int], times: int) -> None:
         total[:] = [a + times * b for a, b in zip(total, by_rank, strict=True)]
@@ -141,7 +143,7 @@ def exposed_seconds(transfers: BlockSeconds, computation: BlockSeconds) -> float
 def recomputed_products(step: StepSizes, sizes: StepSizes, blocks: Sequence[int], dense: float) -> float:
     """Seconds of products that backward recomputes in the blocks of one mixer. `dense`: of one block in forward."""
     # The time of a product is proportional to the number of parameters in its matrix.
-    after_attention = sizes.model.after_attention / sizes.model.block * dense
+    after_attention = sizes.model.after_attention / (sizes.model.block - sizes.model.expansion) * dense
     if step.checkpointing.policy == "none":
         # The projections of staged methods and, with chunked MLPs, the part after attention.
         projections = dense - after_attention if sizes.projects_in_stages else 0.0
