@@ -88,17 +88,24 @@ class LastWindowInBackward(torch.autograd.Function):
         return *torch.autograd.grad(out, (q, k, v), dout), None, None, None, None
 
 
+def attention_with_sinks(q, k, v, mask, sinks):
+    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+    scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ v
+
+
 class Attention(nn.Module):
-    def __init__(self, layer, state):
+    def __init__(self, layer, state, sinks):
         super().__init__()
         self.qkv, self.out = nn.Linear(EMBED, 3 * EMBED), nn.Linear(EMBED, EMBED)
-        self.layer, self.state = layer, state
+        self.layer, self.state, self.window = layer, state, WINDOWS[layer]
+        self.sinks = nn.Parameter(torch.randn(HEADS)) if sinks else None
 
     def forward(self, x):
         context = self.state.context
         q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         window, keys = context.windows[self.layer], context.positions
-        if context.fault != "own shard":
+        if context.fault not in ("own shard", "no-op"):
             k, v, keys = gather(k, 2), gather(v, 2), gather(keys, 0)
         if context.fault == "window":
             window = None
@@ -108,6 +115,8 @@ class Attention(nn.Module):
             out = merged_in_bfloat16(q, k, v, visible(context, keys, window))
         elif context.fault == "shared mask in backward":
             out = LastWindowInBackward.apply(q, k, v, context, keys, window, self.state)
+        elif self.sinks is not None and context.fault != "sinks":
+            out = attention_with_sinks(q, k, v, visible(context, keys, window), self.sinks)
         else:
             out = F.scaled_dot_product_attention(q, k, v, visible(context, keys, window))
         return self.out(out.transpose(1, 2).flatten(2))
@@ -129,9 +138,9 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, layer, state):
+    def __init__(self, layer, state, sinks):
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(EMBED), Attention(layer, state)
+        self.norm, self.attention = nn.LayerNorm(EMBED), Attention(layer, state, sinks)
         self.mlp = nn.Sequential(nn.LayerNorm(EMBED), nn.Linear(EMBED, EMBED), nn.GELU())
 
     def forward(self, x):
@@ -140,12 +149,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, convolution=False):
+    def __init__(self, convolution=False, sinks=False):
         super().__init__()
         self.state = State()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, EMBED), nn.Embedding(256, EMBED)
         self.convolution = Convolution(self.state) if convolution else nn.Identity()
-        self.layers = nn.ModuleList(Block(layer, self.state) for layer in range(len(WINDOWS)))
+        self.layers = nn.ModuleList(Block(layer, self.state, sinks) for layer in range(len(WINDOWS)))
         self.norm, self.head = nn.LayerNorm(EMBED), nn.Linear(EMBED, VOCABULARY)
 
     def forward(self, ids, position_ids):
@@ -159,7 +168,7 @@ def step(model, batch: CheckBatch, fault="") -> StepOutput:
     """One step without the reduction of gradients. On one rank there is no fault."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     fault = fault if ranks > 1 else ""
-    positions = torch.arange(batch.ids.shape[1]).chunk(ranks)[rank]
+    positions = torch.arange(batch.ids.shape[1]).chunk(1 if fault == "no-op" else ranks)[rank * (fault != "no-op")]
     ids, position_ids, labels = (x[:, positions] for x in (batch.ids, batch.position_ids, batch.shifted_labels))
     if fault == "positions":
         position_ids = torch.arange(len(positions))[None]
@@ -198,7 +207,7 @@ def replicated_step(model, batch: CheckBatch):
 
 def reduce(model, fault=""):
     for name, parameter in model.named_parameters():
-        if fault == "not reduced" and "norm" in name:
+        if fault == "all not reduced" or (fault == "not reduced" and "norm" in name) or parameter.grad is None:
             continue
         dist.all_reduce(parameter.grad)
         if fault == "averaged":

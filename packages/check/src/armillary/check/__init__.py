@@ -4,8 +4,10 @@ from importlib.metadata import version
 
 from armillary.check.architecture import NotJudged, check_architecture
 from armillary.check.diagnose import Diagnosis, Mistake
+from armillary.check.facts import Fact, Verdict, VerifyReport
 from armillary.check.method import MASKS, CheckedTensor, MethodReport, check_method
 from armillary.check.model import ModelReport, check_model, error_line
+from armillary.check.observe import Proof, ShardTokens, verifying
 from armillary.check.step import CheckBatch, StepOutput
 
 __all__ = [
@@ -13,16 +15,21 @@ __all__ = [
     "CheckBatch",
     "CheckedTensor",
     "Diagnosis",
+    "Fact",
     "MethodReport",
     "Mistake",
     "ModelReport",
     "NotJudged",
+    "Proof",
+    "ShardTokens",
     "StepOutput",
-    "__version__",
+    "Verdict",
+    "VerifyReport",
     "check_architecture",
     "check_method",
     "check_model",
     "error_line",
+    "verifying",
 ]
 
 __version__ = version("armillary-check")

@@ -1,0 +1,61 @@
+"""`verifying` and `verify` name faults of known libraries in a running step, and raise no alarm on right ones."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from planted_faults import Model, reduce, step
+
+from armillary.check import CheckBatch, StepOutput, Verdict, verifying
+
+DOCUMENTS = (0, 13, 21, 40, 64)
+# Fault -> the fact that is wrong, and words that name it.
+OBSERVED = {
+    "no-op": ("share of tokens", "nothing is sharded"),
+    "positions": ("positions", "restart"),
+    "labels": ("labels", "2 have no gradient"),
+    "loss averaged": ("loss", "mean of the ranks' means"),
+    "all not reduced": ("equal gradients", "not reduced"),
+    "averaged": ("gradient of the head", "averaged"),
+    "summed twice": ("gradient of the head", "summed over ranks twice"),
+    "sinks": ("parameters in use", "dropped"),
+}
+
+
+def new_batch(rows=2, tokens=64, documents=DOCUMENTS):
+    torch.manual_seed(2)
+    ids = torch.randint(3, 64, (rows, tokens))
+    labels = ids.clone()
+    labels[:, 1:20:2] = -100
+    return CheckBatch(ids, labels, documents)
+
+
+def new_model(**options):
+    torch.manual_seed(1)
+    return Model(**options).double()
+
+
+def observed_step(fault, documents=None):
+    model, batch = new_model(sinks=True), new_batch(documents=documents)
+    with verifying(model, batch) as proof:
+        output = step(model, batch, fault)
+        reduce(model, fault)
+    return proof.report(output.loss).to_dict()
+
+
+@pytest.mark.parametrize("fault", OBSERVED)
+def test_a_running_step_shows_the_fault(worlds, fault):
+    reports = worlds(2).run(observed_step, fault)
+    assert reports[0] == reports[1]  # every rank comes to the same verdict
+    name, words = OBSERVED[fault]
+    facts = {x["name"]: x for x in reports[0]["facts"]}
+    assert facts[name]["verdict"] == "wrong" and words in facts[name]["detail"], json.dumps(reports[0], indent=1)
+    assert reports[0]["exit_code"] == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_right_step_raises_no_alarm(worlds, ranks):
+    for documents in (None, DOCUMENTS):
+        report = worlds(ranks).run(observed_step, "", documents)[0]
+        assert {x["verdict"] for x in report["facts"]} == {"right"}, json.dumps(report, indent=1)
