@@ -4,10 +4,9 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from planted_faults import Model, reduce, step
 
-from armillary.check import CheckBatch, StepOutput, Verdict, verifying
+from armillary.check import CheckBatch, verifying
 
 DOCUMENTS = (0, 13, 21, 40, 64)
 # Fault -> the fact that is wrong, and words that name it.

@@ -32,6 +32,7 @@ from armillary.attention.context_parallel.sdpa import (
     unbound,
 )
 from armillary.attention.context_parallel.sequence import SequenceContext, check_method, check_tokens, current_sequence
+from armillary.attention.context_parallel.verification import VERIFIERS, observe_shard
 from armillary.attention.kernels import (
     FAMILIES,
     MULTIPROCESSORS,

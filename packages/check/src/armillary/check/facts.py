@@ -118,6 +118,7 @@ class Observation:
         tokens: T, tokens that this rank should have; None if not observed.
         position_sums: sums over this rank's positions and their squares, modulo `MODULUS`.
         wrong_ids: tokens at the embedding other than expected.
+        embedded: True if the embedding of ids was observed.
         layer_tokens: most tokens at a decoder layer.
         position_offsets: (smallest, largest) difference of the position ids from those in the document, and from those
             in the row; None if no module gets any.
@@ -137,6 +138,7 @@ class Observation:
     tokens: int | None = None
     position_sums: tuple[int, int] = (0, 0)
     wrong_ids: int = 0
+    embedded: bool = False
     layer_tokens: int | None = None
     position_offsets: tuple[tuple[int, int], tuple[int, int]] | None = None
     positions_restart: bool = False
@@ -196,7 +198,9 @@ def _shares(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
     if sum(tokens) != length or sums != expected:
         return Verdict.WRONG, f"ranks have {tokens} tokens, which are not each of {length} tokens once"
     if any(count is None for count in at_layers):
-        return Verdict.NOT_OBSERVED, "no decoder layer returns [B, T, E]"
+        if all(x.embedded for x in ranks):
+            return Verdict.RIGHT, f"{tokens} of {length} tokens at the embedding; layers were not observed"
+        return Verdict.NOT_OBSERVED, "neither the embedding nor a decoder layer was observed"
     if any((x.layer_tokens or 0) > (x.tokens or 0) for x in ranks):
         return Verdict.WRONG, f"decoder layers compute {at_layers} tokens on ranks that hold {tokens}"
     return Verdict.RIGHT, f"{tokens} of {length} tokens"

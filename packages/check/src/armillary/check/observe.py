@@ -53,8 +53,9 @@ class ShardTokens:
 
     @classmethod
     def of(cls, batch: CheckBatch, positions: Tensor) -> Self:
-        rows = (x[:, positions.to(x.device)] for x in (batch.ids, batch.shifted_labels, batch.position_ids))
-        return cls(*rows, positions, batch.ids.shape[1])
+        rows = (batch.ids, batch.shifted_labels, batch.position_ids)
+        ids, labels, position_ids = (x[:, positions.to(x.device)] for x in rows)
+        return cls(ids, labels, position_ids, positions, batch.ids.shape[1])
 
 
 class Proof:
@@ -82,7 +83,7 @@ class Proof:
         self.seen = Observation(self.peers, batch.length if isinstance(batch, ShardTokens) else batch.ids.shape[1])
         self._handles = list[RemovableHandle]()
         self._head_sum: Tensor | float = 0.0
-        self._accumulated = False
+        self._accumulated = self._loss_in_head = False
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -124,9 +125,11 @@ class Proof:
             self._infer_positions(self.batch, ids)
         if self.tokens is None:
             return
-        expected = self.tokens.ids.to(ids.device)
-        # A rank with other tokens than expected: all of them are wrong.
-        self.seen.wrong_ids += int((ids != expected).sum()) if ids.shape == expected.shape else ids.numel()
+        if not self.seen.embedded:  # further calls are those of other micro-batches
+            expected = self.tokens.ids.to(ids.device)
+            # If their number differs, all tokens count as wrong.
+            self.seen.wrong_ids = int((ids != expected).sum()) if ids.shape == expected.shape else ids.numel()
+            self.seen.embedded = True
         if isinstance(output, Tensor) and output.requires_grad and self.parts.tied:
             output.register_hook(partial(self._add_embedding, ids))
 
@@ -200,6 +203,8 @@ class Proof:
 
     def _see_head(self, inputs: dict[str, Any], output: Any) -> None:
         hidden: Any = next(iter(inputs.values()), None)
+        if self._loss_in_head:
+            return
         plain = isinstance(hidden, Tensor) and isinstance(output, Tensor) and not compat.is_dtensor(output)
         if not plain or output.ndim != 3 or not output.requires_grad:
             self.seen.reasons["gradient of the head"] = "the head does not return logits [B, T, V]"
@@ -215,15 +220,16 @@ class Proof:
         It computes the logits of a chunk of tokens at a time, once more than the loss itself.
         """
 
-        def observed(hidden: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Any:
-            labels = self._labels(hidden)
-            if compat.is_dtensor(weight) or not hidden.requires_grad or labels is None:
-                self.seen.reasons["gradient of the head"] = "the head's weight is sharded"
-                return function(hidden, weight, *args, **kwargs)
-            self.seen.reasons.pop("gradient of the head", None)
-            with torch.no_grad():
-                self._watch_hidden(hidden, weight.detach(), labels)
-            return function(hidden, weight, *args, **kwargs)
+        def observed(hidden: Tensor, weight: Tensor, *, labels: Tensor, **options: Any) -> Any:
+            # The first micro-batch is judged by its expected labels; later ones only add to the head's gradient.
+            expected = labels.flatten() if self._loss_in_head else self._labels(hidden)
+            self._loss_in_head = True
+            if compat.is_dtensor(weight) or not hidden.requires_grad or expected is None:
+                self.seen.reasons["gradient of the head"] = "its weight or the tokens are sharded over another axis"
+            else:
+                with torch.no_grad():
+                    self._watch_hidden(hidden, weight.detach(), expected)
+            return function(hidden, weight, labels=labels, **options)
 
         return observed
 
@@ -328,6 +334,11 @@ class Proof:
 verifying = Proof
 
 
+def observe_shard(model: nn.Module, *, peers: Sequence[int], **tokens: Any) -> Proof:
+    """Returns the observation of a step of one shard. `tokens` are the fields of `ShardTokens`."""
+    return Proof(model, ShardTokens(**tokens), peers=peers)
+
+
 @dataclass(frozen=True)
 class ModelParts:
     """The modules of a model that can be observed.
@@ -377,8 +388,10 @@ def _call(model: nn.Module, getter: str, modules: Any) -> Any:
 
 def _visible_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yields modules by name, without those inside compiled ones, whose hooks a graph may not run."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return
     yield prefix, module
-    if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
+    if hasattr(module, "_orig_mod"):
         return
     for name, child in module.named_children():
         yield from _visible_modules(child, f"{prefix}.{name}" if prefix else name)
@@ -470,5 +483,5 @@ def _place(parameter: Any) -> str:
     if not compat.is_dtensor(parameter):
         return ""
     coordinates: Any = parameter.device_mesh.get_coordinate()
-    sharded = [str(c) for c, place in zip(coordinates, parameter.placements, strict=True) if place.is_shard()]
+    sharded = [str(c) for c, place in zip(coordinates, parameter.placements, strict=True) if not place.is_replicate()]
     return ",".join(sharded)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from armillary.core.parts import imported_at_first_use
 from armillary.train.config.sections import (
+    CheckConfig,
     Config,
     CudaConfig,
     DataConfig,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from armillary.train.trainer import train, train_loop
 
 __all__ = [
+    "CheckConfig",
     "Config",
     "CudaConfig",
     "DataConfig",

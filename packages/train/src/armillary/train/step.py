@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -13,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
-from armillary.attention import AttentionMask
+from armillary.attention import AttentionMask, Method
+from armillary.attention.parts import observe_shard
 from armillary.core import Axis, clip_gradients, to_device
 from armillary.data import Batch, Batches
 from armillary.data.parts import Documents, Parents
@@ -31,6 +33,7 @@ class Run:
         data: axis of all ranks that hold different tokens of a step; losses and label counts are summed over it.
         training: yields this rank's micro-batches, one after the other.
         validation: micro-batches of held-out rows.
+        verified: True once a step of this start was verified.
     """
 
     config: Config
@@ -40,6 +43,7 @@ class Run:
     optimizer: AdamW
     training: Batches
     validation: Batches
+    verified: bool = False
 
     @property
     def tokens_per_step(self) -> int:
@@ -55,11 +59,13 @@ class Run:
 class StepResult:
     """Loss and gradient norm (before clipping) over all ranks, equal on every rank.
 
-    A step is `good` if both are finite; otherwise the optimizer's update was skipped.
+    A step is `good` if both are finite; otherwise the optimizer's update was skipped. `report` has the facts that
+    `--check.verify-every` verified in this step.
     """
 
     loss: float
     grad_norm: float
+    report: Any = None
 
     @property
     def good(self) -> bool:
@@ -71,6 +77,9 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
 
     The loss is the sum over the labelled tokens of all micro-batches and ranks, divided by the number of these tokens
     (for trees, by the sum of their weights). So it does not depend on the mesh or on the number of micro-batches.
+
+    Raises:
+        RuntimeError: a fact that `--check.verify-every` verifies is wrong; on every rank, before the update.
     """
     for group in run.optimizer.param_groups:
         group["lr"] = learning_rate(step, run.config.train.steps, run.config.optimizer)
@@ -80,14 +89,20 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     label_count = label_count.where(label_count > 0, 1)  # a batch of padding has loss 0, not 0 / 0
     # 2. Forward and backward. Autograd adds gradients over micro-batches, FSDP2's reduce-scatter adds them over ranks.
     losses = list[Tensor]()
-    for i, batch in enumerate(batches):
-        if run.config.parallel.zero_stage == 1:
-            # Stage 1 gathers parameters for the first micro-batch and reduces gradients after the last one.
-            begin_micro_batch(run.model, last=i == len(batches) - 1)
-        losses.append(backward(run, batch, label_count))
+    proof = observe(run, step, batches[0], label_count)
+    head = linear_token_loss if proof is None else proof.head(linear_token_loss)
+    with proof or nullcontext():
+        for i, batch in enumerate(batches):
+            if run.config.parallel.zero_stage == 1:
+                # Stage 1 gathers parameters for the first micro-batch and reduces gradients after the last one.
+                begin_micro_batch(run.model, last=i == len(batches) - 1)
+            losses.append(backward(run, batch, label_count, head))
+    report = None if proof is None else proof.report()
+    if report is not None and report.wrong:
+        raise RuntimeError(f"step {step} is wrong\n{report}")
     norm = clip_gradients(run.model, run.config.optimizer.clip_norm)
     # `item` makes the host wait for the GPU: once a step, after forward and backward are queued.
-    result = StepResult(sum_over_ranks(run, torch.stack(losses).sum()).item(), norm.item())
+    result = StepResult(sum_over_ranks(run, torch.stack(losses).sum()).item(), norm.item(), report)
     # 3. Update the weights. Loss and norm are equal on all ranks, so all ranks update or all skip.
     if result.good:
         run.optimizer.step()
@@ -95,9 +110,26 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     return result
 
 
-def backward(run: Run, batch: Batch, label_count: Tensor) -> Tensor:
+def observe(run: Run, step: int, batch: Batch, label_count: Tensor) -> Any:
+    """Returns armillary-check's observation of a step by its first micro-batch; None in steps that are not verified.
+
+    The first step of a start is verified, and every `check.verify_every` steps. Rows of trees are not: their tokens
+    have several labels.
+    """
+    every = run.config.check.verify_every
+    if every is None or not isinstance(batch.labels, Tensor) or (run.verified and step % every):
+        return None
+    run.verified = True
+    tokens = {"ids": batch.tokens, "labels": batch.labels, "position_ids": batch.positions}
+    method = next(x for module in run.model.modules() if isinstance(x := getattr(module, "attention", None), Method))
+    return observe_shard(run.model, method, batch.layout, **tokens, labelled=int(label_count))
+
+
+def backward(
+    run: Run, batch: Batch, label_count: Tensor, head: Callable[..., tuple[Tensor, Tensor]] = linear_token_loss
+) -> Tensor:
     """Adds a micro-batch's gradients to the parameters' gradients; returns this rank's share of the step's loss."""
-    total, _ = local_loss(run, batch)
+    total, _ = forward(run, batch, head)
     loss_share = total / label_count.to(total.dtype)
     loss_share.backward()
     return loss_share.detach()

@@ -104,6 +104,9 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
                 stopwatch.count(run.tokens_per_step)
             # Raises for a non-finite loss or gradient, or counts a skipped update (`--train.bad-step`).
             bad_steps.count(step, result, batches)
+            if result.report is not None:
+                reporter.event("verified", step, str(result.report))
+                reporter.say(f"step {step} is verified:\n{result.report}")
             summary.losses.append(result.loss)
             reporter.step(measure(run, step, batches, result, stopwatch.last_seconds, checkpoints.tokens(step)))
             with stopwatch.pause():  # validation and saving do not count as step time

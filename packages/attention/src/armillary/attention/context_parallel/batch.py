@@ -251,6 +251,7 @@ class ContextParallelBatch:
         mask: mask of `attend`; with the documents, unless it cannot have any.
         ddp_modules: DDP modules in whose forward the batch was attended.
         averaging: the owner's check of FSDP2 and DDP.
+        total_labelled: as `labelled`, without setting `label_count_read`.
         label_count_read: True once `labelled`, or `inputs` with it, was read, so that a scalar loss can be a share.
     """
 
@@ -277,7 +278,7 @@ class ContextParallelBatch:
         self._attended = False  # True after the first call of `attend` in a forward
         self.ddp_modules: set[DistributedDataParallel] = set()
         self.averaging = averaging
-        self._labelled, self.label_count_read = labelled, False
+        self.total_labelled, self.label_count_read = labelled, False
 
     @property
     def labelled(self) -> int:
@@ -286,7 +287,7 @@ class ContextParallelBatch:
         The sum of losses over this rank's labels, divided by it, is a share that `cp.loss` takes.
         """
         self.label_count_read = True
-        return self._labelled
+        return self.total_labelled
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -321,7 +322,7 @@ class ContextParallelBatch:
         flat = logits.flatten(0, 1)
         sum_dtype = torch.promote_types(flat.dtype, torch.float32)
         total = F.cross_entropy(flat.to(sum_dtype), self.labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        return total / self._labelled
+        return total / self.total_labelled
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """Returns this rank's tokens of a tensor of the whole sequence: [B, N, ...] -> [B, T, ...]."""

@@ -18,6 +18,7 @@ from armillary.attention.context_parallel.batch import ContextParallelBatch, com
 from armillary.attention.context_parallel.communication import AveragingCheck, method_axes, sum_over_axes
 from armillary.attention.context_parallel.sdpa import with_documents
 from armillary.attention.context_parallel.sequence import check_method, takes_documents
+from armillary.attention.context_parallel.verification import observe_shard
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.registry import build_attention
@@ -267,6 +268,27 @@ class ContextParallel:
             if gradient_count:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = sum_over_axes(gradient, self.axes) / self.ranks
+
+    def verify(self, model: nn.Module, batch: ContextParallelBatch) -> Any:
+        """Returns a context manager that observes a step of this batch, without a further forward.
+
+            with cp.shard(ids) as batch, cp.verify(model, batch) as proof:
+                loss = cp.loss(model(**batch.inputs).loss, batch)
+                loss.backward()
+            report = proof.report(loss)  # after the reduction of gradients, before the optimizer's step
+
+        armillary-check owns the report: `armillary.check.verifying` says which facts it has. Every rank of the world
+        must call `verify` and `report`.
+
+        Bytes sent: none by `verify`; `report` gathers about 40 bytes for each parameter of each rank.
+
+        Raises:
+            ValueError: armillary-check is not installed; a batch that another `ContextParallel` sharded.
+        """
+        if batch.owner is not self:
+            raise ValueError("batch is one that this ContextParallel did not shard: cp.shard(ids)")
+        tokens = {"ids": batch.ids, "labels": batch.labels, "position_ids": batch.position_ids}
+        return observe_shard(model, self.method, batch.layout, **tokens, labelled=batch.total_labelled)
 
     def count_positions_as(self, model: nn.Module, padding_idx: int | None) -> None:
         """Sets `padding_idx` for a model that is prepared; functions of `PREPARERS` call it.

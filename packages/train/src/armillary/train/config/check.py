@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from math import isfinite
 
 import torch
 
-from armillary.attention.parts import check_kernel_name
+from armillary.attention.parts import VERIFIERS, check_kernel_name
 from armillary.attention.plans import MethodOptions, NamedMethod, named_method
 from armillary.data.console import flag_in_errors
 from armillary.models import (
@@ -56,6 +57,10 @@ def check_config(config: Config) -> None:
         ValueError: names the flag, its value and the accepted values.
     """
     check_limits(config)
+    if config.check.verify_every is not None and not entry_points(group=VERIFIERS):
+        raise ValueError(
+            f"--check.verify-every {config.check.verify_every}: needs a package: pip install armillary-check"
+        )
     check_data(config)
     check_parallel(config)
     check_states(config)

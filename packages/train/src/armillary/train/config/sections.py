@@ -243,6 +243,14 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class CheckConfig:
+    """Verification of context parallelism in the running step, by armillary-check."""
+
+    verify_every: CountOrNone = None
+    """Steps between verifications, besides the first step of a start; a wrong fact ends the run before the update."""
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The run: its steps, device and precision, and when it stops."""
 
@@ -280,6 +288,7 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     save: SaveConfig = field(default_factory=SaveConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    check: CheckConfig = field(default_factory=CheckConfig)
 
     @property
     def replicas(self) -> int:
