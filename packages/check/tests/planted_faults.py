@@ -164,7 +164,7 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def step(model, batch: CheckBatch, fault="") -> StepOutput:
+def step(model, batch: CheckBatch, fault="", backward=True) -> StepOutput:
     """One step without the reduction of gradients. On one rank there is no fault."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     fault = fault if ranks > 1 else ""
@@ -188,6 +188,8 @@ def step(model, batch: CheckBatch, fault="") -> StepOutput:
         count = count - (ranks - 1)
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     local_loss = total / (labels != -100).sum() / ranks if fault == "loss averaged" else total / count
+    if not backward:
+        return StepOutput(local_loss, positions)
     local_loss.backward()
     loss = local_loss.detach().clone()
     dist.all_reduce(loss)

@@ -1,12 +1,13 @@
 """`verifying` and `verify` name faults of known libraries in a running step, and raise no alarm on right ones."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
 from planted_faults import Model, reduce, step
 
-from armillary.check import CheckBatch, verifying
+from armillary.check import CheckBatch, verify, verifying
 
 DOCUMENTS = (0, 13, 21, 40, 64)
 # Fault -> the fact that is wrong, and words that name it.
@@ -51,6 +52,36 @@ def test_a_running_step_shows_the_fault(worlds, fault):
     facts = {x["name"]: x for x in reports[0]["facts"]}
     assert facts[name]["verdict"] == "wrong" and words in facts[name]["detail"], json.dumps(reports[0], indent=1)
     assert reports[0]["exit_code"] == 1
+
+
+# Fault -> facts of probes that are wrong.
+PROBED = {
+    "own shard": {"attention across shards", "same prefix in shorter rows"},
+    "documents": {"documents"},
+    "window": {"windows"},
+    "positions": {"same prefix in shorter rows"},
+    "no halo": {"same prefix in shorter rows"},
+    "averaged": {"loss along the gradient"},
+    "loss averaged": {"loss"},
+    "shared mask in backward": {"loss along the gradient"},
+}
+
+
+def probed(fault, documents):
+    model, batch = new_model(convolution=True), new_batch(documents=documents)
+    before = [x.clone() for x in model.parameters()]
+    report = verify(model, batch, partial(step, fault=fault, backward=False), reduce=partial(reduce, fault=fault))
+    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
+    return report.to_dict()
+
+
+@pytest.mark.parametrize("fault", ["", *PROBED])
+def test_probes_show_the_fault(worlds, fault):
+    reports = worlds(2).run(probed, fault, DOCUMENTS if fault == "documents" else None)
+    assert reports[0] == reports[1]
+    wrong = {x["name"] for x in reports[0]["facts"] if x["verdict"] == "wrong"}
+    assert PROBED.get(fault, set()) <= wrong, json.dumps(reports[0], indent=1)
+    assert bool(wrong) == bool(fault), json.dumps(reports[0], indent=1)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -8,6 +8,7 @@ from armillary.check.facts import Fact, Verdict, VerifyReport
 from armillary.check.method import MASKS, CheckedTensor, MethodReport, check_method
 from armillary.check.model import ModelReport, check_model, error_line
 from armillary.check.observe import Proof, ShardTokens, verifying
+from armillary.check.probes import verify
 from armillary.check.step import CheckBatch, StepOutput
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "check_method",
     "check_model",
     "error_line",
+    "verify",
     "verifying",
 ]
 

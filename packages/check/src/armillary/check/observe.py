@@ -122,7 +122,9 @@ class Proof:
             return
         ids = compat.local_part(ids)
         if self.tokens is None and isinstance(self.batch, CheckBatch):
-            self._infer_positions(self.batch, ids)
+            layout = find_positions(self.batch, ids, self.peers)
+            if layout is not None:
+                self.seen.layout, self.tokens = layout[0], ShardTokens.of(self.batch, layout[1])
         if self.tokens is None:
             return
         if not self.seen.embedded:  # further calls are those of other micro-batches
@@ -132,16 +134,6 @@ class Proof:
             self.seen.embedded = True
         if isinstance(output, Tensor) and output.requires_grad and self.parts.tied:
             output.register_hook(partial(self._add_embedding, ids))
-
-    def _infer_positions(self, batch: CheckBatch, ids: Tensor) -> None:
-        """Finds the common layout of the rows whose shard has these ids."""
-        length, rank = batch.ids.shape[1], self.peers.index(dist.get_rank())
-        for name, layout in _layouts(length, len(self.peers)):
-            positions = torch.arange(length) if layout is None else layout.positions(rank)
-            rows = batch.ids[:, positions].to(ids.device)
-            if rows.shape == ids.shape and torch.equal(rows, ids):
-                self.tokens, self.seen.layout = ShardTokens.of(batch, positions), name
-                return
 
     def _see_layer(self, inputs: dict[str, Any], output: Any) -> None:
         x = first_tensor(output)
@@ -304,10 +296,7 @@ class Proof:
     @torch.no_grad()
     def _see_gradients(self) -> None:
         seen, head = self.seen, self.parts.weight
-        for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            clean = WRAPPERS.sub("", name)
+        for clean, parameter in trainable(self.model):
             gradient = None if parameter.grad is None else compat.local_part(parameter.grad)
             norm = 0.0 if gradient is None else float(gradient.norm(dtype=torch.float64))
             if not norm:
@@ -332,6 +321,11 @@ class Proof:
 
 
 verifying = Proof
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters with gradients, by name without the parts that wrappers add."""
+    return [(WRAPPERS.sub("", name), p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 def observe_shard(model: nn.Module, *, peers: Sequence[int], **tokens: Any) -> Proof:
@@ -399,6 +393,17 @@ def _visible_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
 
 def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def find_positions(batch: CheckBatch, ids: Tensor, peers: tuple[int, ...]) -> tuple[str, Tensor] | None:
+    """Returns the name and the positions [T] of the common layout whose shard has these ids; None without any."""
+    length, rank = batch.ids.shape[1], peers.index(dist.get_rank())
+    for name, layout in _layouts(length, len(peers)):
+        positions = torch.arange(length) if layout is None else layout.positions(rank)
+        rows = batch.ids[:, positions].to(ids.device)
+        if rows.shape == ids.shape and torch.equal(rows, ids):
+            return name, positions
+    return None
 
 
 def _layouts(length: int, ranks: int) -> Iterator[tuple[str, SequenceLayout | None]]:
