@@ -99,7 +99,6 @@ class LabelTally:
     weight_min: float = float("inf")
     weight_max: float = float("-inf")
     loss: float = 0.0
-    dtype: torch.dtype = torch.float32
 
     @property
     def weight(self) -> float:
@@ -114,7 +113,6 @@ class Observation:
     Args:
         peers: global ranks that share this rank's rows.
         length: N, tokens of the rows.
-        layout: name of the layout that was inferred from the ids, or "" if positions were given.
         tokens: T, tokens that this rank should have; None if not observed.
         position_sums: sums over this rank's positions and their squares, modulo `MODULUS`.
         wrong_ids: tokens at the embedding other than expected.
@@ -127,6 +125,7 @@ class Observation:
         labelled: number of labels that the loss is averaged over; None for those of the peers.
         reported_loss: the loss that this rank reports.
         gradients: by parameter and the place of the shard in it, (norm, sum).
+        dtype: the coarsest dtype of gradients, logits and hidden states.
         unused: trainable parameters without a gradient, or with zeros alone.
         head_gradient, head_sum: projections of the head's gradient, and of this rank's part of its closed form.
         reasons: by fact, why it was not observed.
@@ -134,7 +133,6 @@ class Observation:
 
     peers: tuple[int, ...]
     length: int
-    layout: str = ""
     tokens: int | None = None
     position_sums: tuple[int, int] = (0, 0)
     wrong_ids: int = 0
@@ -146,7 +144,7 @@ class Observation:
     labelled: int | None = None
     reported_loss: float | None = None
     gradients: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    gradient_dtype: torch.dtype = torch.float32
+    dtype: torch.dtype = torch.float64
     unused: list[str] = field(default_factory=list[str])
     head_gradient: list[float] = field(default_factory=list[float])
     head_norm: float = 0.0
@@ -244,7 +242,7 @@ def _weights(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
     seen = [x for x in tallies if x.weight_count]
     if not seen or verdict is Verdict.NOT_OBSERVED:
         return Verdict.NOT_OBSERVED, detail
-    limit = max(tolerance(x.dtype) for x in seen)
+    limit = max(tolerance(x.dtype) for x in ranks)
     means = [x.weight for x in seen]
     # A rank's mean weight has less rounding than one label's weight.
     if max(means) - min(means) > limit / 10 * max(map(abs, means)):
@@ -278,7 +276,7 @@ def _agreement(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
     compared = {key: numbers for key, numbers in copies.items() if len(numbers) > 1}
     if not compared:
         return Verdict.NOT_OBSERVED, "no parameter is on two ranks"
-    limit = max(tolerance(x.gradient_dtype) for x in ranks)
+    limit = max(tolerance(x.dtype) for x in ranks)
     wrong = list[str]()
     for key, numbers in compared.items():
         size = max(norm for norm, _ in numbers)
@@ -293,8 +291,7 @@ def _agreement(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
 def _head(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
     """The gradient of the head is the sum over ranks of outer products of the logits' gradients and hidden states."""
     total = torch.tensor([x.head_sum for x in ranks], dtype=torch.float64).sum(0)
-    dtype = max((x.gradient_dtype for x in ranks), key=tolerance)
-    limit = tolerance(dtype)
+    limit = max(tolerance(x.dtype) for x in ranks)
     factors = list[float]()
     for x in ranks:
         gradient = torch.tensor(x.head_gradient, dtype=torch.float64)

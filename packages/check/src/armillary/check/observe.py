@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from armillary.attention.parts import IGNORED, in_backward
-from armillary.check.facts import MODULUS, LabelTally, Observation, VerifyReport, judge
+from armillary.check.facts import MODULUS, LabelTally, Observation, VerifyReport, judge, tolerance
 from armillary.check.step import WRAPPERS, CheckBatch, first_tensor
 from armillary.core import SequenceLayout
 from armillary.core.parts import compat
@@ -81,6 +81,8 @@ class Proof:
         if isinstance(batch, CheckBatch) and positions is not None:
             self.tokens = ShardTokens.of(batch, positions.flatten().cpu())
         self.seen = Observation(self.peers, batch.length if isinstance(batch, ShardTokens) else batch.ids.shape[1])
+        self.ids: Tensor | None = None
+        self.position_ids: Tensor | None = None
         self._handles = list[RemovableHandle]()
         self._head_sum: Tensor | float = 0.0
         self._accumulated = self._loss_in_head = False
@@ -121,17 +123,11 @@ class Proof:
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             return
         ids = compat.local_part(ids)
-        if self.tokens is None and isinstance(self.batch, CheckBatch):
-            layout = find_positions(self.batch, ids, self.peers)
-            if layout is not None:
-                self.seen.layout, self.tokens = layout[0], ShardTokens.of(self.batch, layout[1])
-        if self.tokens is None:
-            return
-        if not self.seen.embedded:  # further calls are those of other micro-batches
-            expected = self.tokens.ids.to(ids.device)
-            # If their number differs, all tokens count as wrong.
-            self.seen.wrong_ids = int((ids != expected).sum()) if ids.shape == expected.shape else ids.numel()
-            self.seen.embedded = True
+        if self.ids is None:  # further calls are those of other micro-batches
+            self.ids = ids
+            if self.tokens is None and isinstance(self.batch, CheckBatch):
+                positions = find_positions(self.batch, ids, self.peers)
+                self.tokens = None if positions is None else ShardTokens.of(self.batch, positions)
         if isinstance(output, Tensor) and output.requires_grad and self.parts.tied:
             output.register_hook(partial(self._add_embedding, ids))
 
@@ -151,23 +147,14 @@ class Proof:
             self._see_positions({"position": next(iter(inputs.values()), None)})
 
     def _see_positions(self, inputs: dict[str, Any]) -> None:
-        if self.tokens is None or self.seen.position_offsets is not None:
-            return
-        local, rows = self.tokens.positions, self.tokens.position_ids.cpu()
         for name, x in inputs.items():
             is_integer = isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
-            if not (is_integer and POSITION_NAME.search(name) and x.ndim and x.shape[-1] == len(local)):
+            if not (self.position_ids is None and is_integer and POSITION_NAME.search(name) and x.ndim):
                 continue
-            ids = compat.local_part(x).cpu()
-            if ids.ndim == 3 and bool((ids == ids[:1]).all()):  # text alone in a model with several axes of positions
+            ids = compat.local_part(x)
+            if ids.ndim == 3 and bool((ids == ids[:1]).all()):  # text alone, in a model with several axes of positions
                 ids = ids[0]
-            ids = ids.expand(1, -1) if ids.ndim < 2 else ids
-            if ids.ndim > 2 or (len(ids) > 1 and len(rows) > 1 and len(ids) != len(rows)):
-                continue
-            in_documents, in_rows = (ids - expected for expected in (rows, local))
-            self.seen.position_offsets = (_range(in_documents), _range(in_rows))
-            own = torch.arange(len(local))
-            self.seen.positions_restart = torch.equal(ids[0], own) and not torch.equal(local, own)
+            self.position_ids = ids.expand(1, -1) if ids.ndim == 1 else ids if ids.ndim == 2 else None
 
     # -- labels and the head ------------------------------------------------------------------------------------------
 
@@ -179,7 +166,7 @@ class Proof:
         labels = self._labels(logits)
         if labels is None or self.seen.labels is not None:
             return
-        tally = LabelTally(dtype=logits.dtype)
+        tally, self.seen.dtype = LabelTally(), max(self.seen.dtype, logits.dtype, key=tolerance)
         z, g = logits.flatten(0, 1), gradient.detach().flatten(0, 1)
         for part in torch.arange(len(z)).split(CHUNK):
             rows = slice(int(part[0]), int(part[-1]) + 1)
@@ -240,7 +227,7 @@ class Proof:
         probability, loss = torch.cat(probabilities), torch.cat(losses)
 
         def see_gradient(gradient: Tensor) -> None:
-            tally = LabelTally(dtype=x.dtype)
+            tally, self.seen.dtype = LabelTally(), max(self.seen.dtype, x.dtype, key=tolerance)
             weights = _count(tally, direction, gradient.detach().flatten(0, 1), labels, probability, loss)
             self._head_sum = self._head_sum + (weights[:, None] * product).double().sum(0)
             if self.seen.labels is None:
@@ -285,13 +272,28 @@ class Proof:
             reason = "the embedding was not observed, or its ids are those of no common layout: give positions"
             seen.reasons |= dict.fromkeys(("share of tokens", "positions", "labels", "loss"), reason)
         else:
-            positions = tokens.positions.long()
-            seen.tokens, seen.labelled = len(positions), tokens.labelled
-            seen.position_sums = (int(positions.sum()) % MODULUS, int(positions.square().sum()) % MODULUS)
+            self._compare_tokens(tokens)
         self._see_gradients()
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, seen)
         return gathered
+
+    def _compare_tokens(self, tokens: ShardTokens) -> None:
+        """Compares the ids and position ids that reached modules with those of this rank's tokens."""
+        seen, local = self.seen, tokens.positions.long()
+        seen.tokens, seen.labelled = len(local), tokens.labelled
+        seen.position_sums = (int(local.sum()) % MODULUS, int(local.square().sum()) % MODULUS)
+        if self.ids is not None:
+            seen.embedded, expected = True, tokens.ids.to(self.ids.device)
+            # If their number differs, all tokens count as wrong.
+            same_shape = self.ids.shape == expected.shape
+            seen.wrong_ids = int((self.ids != expected).sum()) if same_shape else self.ids.numel()
+        ids, rows = None if self.position_ids is None else self.position_ids.cpu(), tokens.position_ids.cpu()
+        if ids is not None and ids.shape[1] == len(local) and (len(ids) == 1 or len(rows) in (1, len(ids))):
+            in_documents, in_rows = (ids - expected for expected in (rows, local))
+            seen.position_offsets = (_range(in_documents), _range(in_rows))
+            own = torch.arange(len(local))
+            seen.positions_restart = torch.equal(ids[0], own) and not torch.equal(local, own)
 
     @torch.no_grad()
     def _see_gradients(self) -> None:
@@ -305,7 +307,7 @@ class Proof:
                 place = _place(parameter)
                 total = float(gradient.sum(dtype=torch.float64))
                 seen.gradients[f"{clean} at {place}" if place else clean] = (norm, total)
-                seen.gradient_dtype = gradient.dtype
+                seen.dtype = max(seen.dtype, gradient.dtype, key=tolerance)
         name = "gradient of the head"
         if head is None or head.grad is None:
             seen.reasons.setdefault(name, "the model's head was not found, or has no gradient")
@@ -395,24 +397,19 @@ def _size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def find_positions(batch: CheckBatch, ids: Tensor, peers: tuple[int, ...]) -> tuple[str, Tensor] | None:
-    """Returns the name and the positions [T] of the common layout whose shard has these ids; None without any."""
-    length, rank = batch.ids.shape[1], peers.index(dist.get_rank())
-    for name, layout in _layouts(length, len(peers)):
-        positions = torch.arange(length) if layout is None else layout.positions(rank)
+def find_positions(batch: CheckBatch, ids: Tensor, peers: tuple[int, ...]) -> Tensor | None:
+    """Returns the positions [T] of the first common layout whose shard has these ids [B, T]; None without any."""
+    length, ranks, rank = batch.ids.shape[1], len(peers), peers.index(dist.get_rank())
+    layouts = [SequenceLayout.contiguous(length, ranks), SequenceLayout.striped(length, ranks)]
+    # Zigzag on a ring, whose shards a head axis of u ranks cuts.
+    widths = [u for u in range(1, ranks + 1) if ranks % u == 0 and length >= 2 * ranks]
+    layouts += [SequenceLayout.zigzag(length, ranks // u).refine(u) for u in widths]
+    # All tokens on every rank: nothing is sharded.
+    for positions in (torch.arange(length), *(layout.positions(rank) for layout in layouts)):
         rows = batch.ids[:, positions].to(ids.device)
         if rows.shape == ids.shape and torch.equal(rows, ids):
-            return name, positions
+            return positions
     return None
-
-
-def _layouts(length: int, ranks: int) -> Iterator[tuple[str, SequenceLayout | None]]:
-    """Yields the layouts that libraries shard rows by; None is the whole row on every rank."""
-    yield "none", None
-    yield "contiguous", SequenceLayout.contiguous(length, ranks)
-    if length >= 2 * ranks:
-        yield "zigzag", SequenceLayout.zigzag(length, ranks)
-    yield "striped", SequenceLayout.striped(length, ranks)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
