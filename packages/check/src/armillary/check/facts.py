@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ class VerifyReport:
         return "\n".join(map(str, self.facts))
 
 
-@dataclass
+@dataclass(frozen=True)
 class LabelTally:
     """One rank's labels, by the gradient of its logits or hidden states.
 
@@ -85,25 +84,17 @@ class LabelTally:
         labelled: tokens with a label.
         lost: labels without a gradient; extra: tokens without a label that have one.
         other: labels whose gradient is not that of a cross entropy with this label.
-        weights: sum, number, minimum and maximum of the labels' weights in the loss. Labels that the model predicts
-            with near certainty are left out of `lost`, `other` and `weights`: their gradients vanish.
+        weights: mean, minimum and maximum of the labels' weights in the loss; None if no label's is known. Labels that
+            the model predicts with near certainty are left out, of `lost` and `other` too: their gradients vanish.
         loss: sum of the losses of this rank's labels.
     """
 
-    labelled: int = 0
-    lost: int = 0
-    extra: int = 0
-    other: int = 0
-    weight_sum: float = 0.0
-    weight_count: int = 0
-    weight_min: float = float("inf")
-    weight_max: float = float("-inf")
-    loss: float = 0.0
-
-    @property
-    def weight(self) -> float:
-        """The mean weight of a label."""
-        return self.weight_sum / max(self.weight_count, 1)
+    labelled: int
+    lost: int
+    extra: int
+    other: int
+    weights: tuple[float, float, float] | None
+    loss: float
 
 
 @dataclass
@@ -113,11 +104,10 @@ class Observation:
     Args:
         peers: global ranks that share this rank's rows.
         length: N, tokens of the rows.
-        tokens: T, tokens that this rank should have; None if not observed.
+        tokens: T, tokens that this rank should have.
         position_sums: sums over this rank's positions and their squares, modulo `MODULUS`.
-        wrong_ids: tokens at the embedding other than expected.
-        embedded: True if the embedding of ids was observed.
-        layer_tokens: most tokens at a decoder layer.
+        wrong_ids: tokens at the embedding other than expected; None if it was not observed.
+        layer_tokens: most tokens at a decoder layer; None if none was observed.
         position_offsets: (smallest, largest) difference of the position ids from those in the document, and from those
             in the row; None if no module gets any.
         positions_restart: True if the position ids count from 0, although the rank's tokens do not.
@@ -133,12 +123,11 @@ class Observation:
 
     peers: tuple[int, ...]
     length: int
-    tokens: int | None = None
+    tokens: int = 0
     position_sums: tuple[int, int] = (0, 0)
-    wrong_ids: int = 0
-    embedded: bool = False
+    wrong_ids: int | None = None
     layer_tokens: int | None = None
-    position_offsets: tuple[tuple[int, int], tuple[int, int]] | None = None
+    position_offsets: list[tuple[int, int]] | None = None
     positions_restart: bool = False
     labels: LabelTally | None = None
     labelled: int | None = None
@@ -152,191 +141,183 @@ class Observation:
     reasons: dict[str, str] = field(default_factory=dict[str, str])
 
 
+Judgement = tuple[Verdict, str]
+Rule = Callable[[Sequence[Observation]], Judgement]
+
+
 def tolerance(dtype: torch.dtype) -> float:
     return TOLERANCE.get(dtype, COARSE)
 
 
-# A judge returns (verdict, detail) from the observations of the ranks that share rows, or of all ranks.
-Judge = Callable[[Sequence[Observation]], tuple[Verdict, str]]
-
-
 def judge(observations: Sequence[Observation]) -> tuple[Fact, ...]:
     """Returns the facts of a step. `observations` are those of all ranks, in their order."""
-    groups = [list(group) for _, group in groupby(sorted(observations, key=lambda x: x.peers), key=lambda x: x.peers)]
+    by_peers: dict[tuple[int, ...], list[Observation]] = {}
+    for observation in observations:
+        by_peers.setdefault(observation.peers, []).append(observation)
     facts = list[Fact]()
-    for name, rule in GROUP_RULES.items():
-        verdicts = [_checked(name, rule, group) for group in groups]
-        # A wrong group decides; one that saw nothing makes the fact unobserved.
+    for name, rule in RULES.items():
+        groups = list(by_peers.values()) if rule in RULES_OF_ROWS else [observations]
+        judgements = [_apply(name, rule, ranks) for ranks in groups]
+        # A wrong group of ranks decides; one that saw nothing makes the fact unobserved.
         order = (Verdict.WRONG, Verdict.NOT_OBSERVED, Verdict.RIGHT)
-        worst = min(range(len(groups)), key=lambda i: order.index(verdicts[i][0]))
-        verdict, detail = verdicts[worst]
-        where = f"ranks {list_names([str(r) for r in groups[worst][0].peers])}: " if len(groups) > 1 else ""
-        facts.append(Fact(name, verdict, where + detail))
-    facts += [Fact(name, *_checked(name, rule, observations)) for name, rule in WORLD_RULES.items()]
+        i = min(range(len(groups)), key=lambda i: order.index(judgements[i][0]))
+        ranks = f"ranks {list_names(list(map(str, groups[i][0].peers)))}: " if len(groups) > 1 else ""
+        facts.append(Fact(name, judgements[i][0], ranks + judgements[i][1]))
     return tuple(facts)
 
 
-def _checked(name: str, rule: Judge, observations: Sequence[Observation]) -> tuple[Verdict, str]:
-    reason = next((x.reasons[name] for x in observations if name in x.reasons), None)
-    return rule(observations) if reason is None else (Verdict.NOT_OBSERVED, reason)
+def _apply(name: str, rule: Rule, ranks: Sequence[Observation]) -> Judgement:
+    reason = next((x.reasons[name] for x in ranks if name in x.reasons), None)
+    return rule(ranks) if reason is None else (Verdict.NOT_OBSERVED, reason)
 
 
-def _shares(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
+# -- facts of the ranks that share rows --------------------------------------------------------------------------------
+
+
+def _shares(ranks: Sequence[Observation]) -> Judgement:
+    """Each token is on one rank, and no layer computes more than the rank's tokens."""
+    length, tokens, at_layers = ranks[0].length, [x.tokens for x in ranks], [x.layer_tokens for x in ranks]
     if len(ranks) == 1:
         return Verdict.NOT_OBSERVED, "one rank has the whole sequence"
-    length, tokens = ranks[0].length, [x.tokens or 0 for x in ranks]
-    at_layers = [x.layer_tokens for x in ranks]
-    if all(count == length for count in at_layers) or all(count == length for count in tokens):
+    if set(at_layers) == {length} or set(tokens) == {length}:
         return Verdict.WRONG, f"nothing is sharded: each of {len(ranks)} ranks has all {length} tokens"
-    if wrong := sum(x.wrong_ids for x in ranks):
+    if wrong := sum(x.wrong_ids or 0 for x in ranks):
         return Verdict.WRONG, f"{wrong} token ids are not those of their positions in the rows"
     sums = [sum(x.position_sums[i] for x in ranks) % MODULUS for i in range(2)]
     positions = torch.arange(length)
-    expected = [int(positions.sum()) % MODULUS, int(positions.square().sum()) % MODULUS]
-    if sum(tokens) != length or sums != expected:
+    if sum(tokens) != length or sums != [int(positions.sum()) % MODULUS, int(positions.square().sum()) % MODULUS]:
         return Verdict.WRONG, f"ranks have {tokens} tokens, which are not each of {length} tokens once"
-    if any(count is None for count in at_layers):
-        if all(x.embedded for x in ranks):
-            return Verdict.RIGHT, f"{tokens} of {length} tokens at the embedding; layers were not observed"
+    if any((x.layer_tokens or 0) > x.tokens for x in ranks):
+        return Verdict.WRONG, f"decoder layers compute {at_layers} tokens on ranks that have {tokens}"
+    if None in at_layers and None in [x.wrong_ids for x in ranks]:
         return Verdict.NOT_OBSERVED, "neither the embedding nor a decoder layer was observed"
-    if any((x.layer_tokens or 0) > (x.tokens or 0) for x in ranks):
-        return Verdict.WRONG, f"decoder layers compute {at_layers} tokens on ranks that hold {tokens}"
-    return Verdict.RIGHT, f"{tokens} of {length} tokens"
+    return Verdict.RIGHT, f"{tokens} of {length} tokens" + (", at the embedding alone" if None in at_layers else "")
 
 
-def _positions(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
-    offsets = [x.position_offsets for x in ranks]
-    if any(pair is None for pair in offsets):
+def _positions(ranks: Sequence[Observation]) -> Judgement:
+    """Position ids count within documents or within rows, from any number that is the same on all ranks."""
+    offsets = [x.position_offsets for x in ranks if x.position_offsets is not None]
+    if len(offsets) < len(ranks):
         return Verdict.NOT_OBSERVED, "no module gets position ids as integers [B or 1, T]"
-    # Position ids count within documents or within rows, from any number that is the same on all ranks.
     for i, name in enumerate(("documents", "rows")):
-        if len({number for pair in offsets if pair is not None for number in pair[i]}) == 1:
+        if len({number for pairs in offsets for number in pairs[i]}) == 1:
             return Verdict.RIGHT, f"they count within {name}"
-    if any(x.positions_restart for x in ranks):
-        return Verdict.WRONG, Mistake.POSITIONS
-    return Verdict.WRONG, "they count neither within documents nor within rows"
+    restart = any(x.positions_restart for x in ranks)
+    return Verdict.WRONG, Mistake.POSITIONS if restart else "they count neither within documents nor within rows"
 
 
-def _labels(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
+def _labels(ranks: Sequence[Observation]) -> Judgement:
+    """Each label has a gradient, that of its cross entropy, and no other token has one."""
     tallies = [x.labels for x in ranks if x.labels is not None]
     if len(tallies) < len(ranks):
         return Verdict.NOT_OBSERVED, "the gradient of the logits was not seen on every rank"
-    labelled, lost, other = (sum(getattr(x, name) for x in tallies) for name in ("labelled", "lost", "other"))
-    extra, certain = sum(x.extra for x in tallies), sum(x.weight_count for x in tallies)
-    if not labelled or not certain + lost + other:
+    labelled, lost, extra, other = (
+        sum(getattr(x, key) for x in tallies) for key in ("labelled", "lost", "extra", "other")
+    )
+    if not any(x.weights or x.lost or x.other for x in tallies):
         return Verdict.NOT_OBSERVED, "no label has a gradient that does not vanish"
     if other > OTHER_LOSS * labelled:
         return Verdict.NOT_OBSERVED, "the loss is not a cross entropy with one label per token"
     if lost or extra or other:
-        by_rank = [x.lost + x.extra + x.other for x in tallies]
         return Verdict.WRONG, (
             f"of {labelled} labels, {lost} have no gradient and {other} that of another label; {extra} tokens without "
-            f"a label have one; by rank {by_rank}"
+            f"a label have one; by rank {[x.lost + x.extra + x.other for x in tallies]}"
         )
     return Verdict.RIGHT, f"{labelled} labels"
 
 
-def _weights(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
+def _loss(ranks: Sequence[Observation]) -> Judgement:
+    """All labels have one weight, and the reported loss is their mean, or the ranks' shares sum to it."""
     verdict, detail = _labels(ranks)
     tallies = [x.labels for x in ranks if x.labels is not None]
-    seen = [x for x in tallies if x.weight_count]
-    if not seen or verdict is Verdict.NOT_OBSERVED:
+    weights = [x.weights for x in tallies if x.weights is not None]
+    if not weights or verdict is Verdict.NOT_OBSERVED:
         return Verdict.NOT_OBSERVED, detail
     limit = max(tolerance(x.dtype) for x in ranks)
-    means = [x.weight for x in seen]
+    means, lows, highs = zip(*weights, strict=True)
     # A rank's mean weight has less rounding than one label's weight.
     if max(means) - min(means) > limit / 10 * max(map(abs, means)):
-        weights = ", ".join(f"{x:.4g}" for x in means)
-        return Verdict.WRONG, f"{Mistake.LOSS_AVERAGED}: a label's weight is {weights} on the ranks"
-    low, high = min(x.weight_min for x in seen), max(x.weight_max for x in seen)
-    if high - low > limit * max(abs(low), abs(high)):
-        return Verdict.WRONG, f"labels have weights from {low:.4g} to {high:.4g}"
-    # The loss that ranks report is the mean over all labels, or each rank reports its share of it.
-    losses = [x.reported_loss for x in ranks if x.reported_loss is not None]
-    count = ranks[0].labelled or sum(x.labelled for x in tallies)
-    mean = sum(x.loss for x in tallies) / max(count, 1)
-    whole = ranks[0].labelled is None or count == sum(x.labelled for x in tallies)
-    if len(losses) == len(ranks) and whole:
-        error = max(abs(x - mean) for x in losses)
-        if error > limit * abs(mean) and abs(sum(losses) - mean) > limit * abs(mean):
-            reported = ", ".join(f"{x:.6g}" for x in losses)
-            return Verdict.WRONG, f"ranks report the loss {reported}; the mean over all labels is {mean:.6g}"
-        return Verdict.RIGHT, f"the mean over {count} labels" + (
-            "; each rank reports its share" if error > limit * abs(mean) else ""
-        )
-    return Verdict.RIGHT, f"each label has the weight {sum(means) / len(means):.4g}"
+        by_rank = ", ".join(f"{x:.4g}" for x in means)
+        return Verdict.WRONG, f"{Mistake.LOSS_AVERAGED}: a label's weight is {by_rank} on the ranks"
+    if max(highs) - min(lows) > limit * max(map(abs, means)):
+        return Verdict.WRONG, f"labels have weights from {min(lows):.4g} to {max(highs):.4g}"
+    count, losses = sum(x.labelled for x in tallies), [x.reported_loss for x in ranks if x.reported_loss is not None]
+    # The mean over the labels of further rows is not known here.
+    if len(losses) < len(ranks) or ranks[0].labelled not in (None, count):
+        return Verdict.RIGHT, f"each label has the weight {means[0]:.4g}"
+    mean = sum(x.loss for x in tallies) / count
+    if all(abs(x - mean) <= limit * abs(mean) for x in losses):
+        return Verdict.RIGHT, f"the mean over {count} labels"
+    if abs(sum(losses) - mean) <= limit * abs(mean):
+        return Verdict.RIGHT, f"the mean over {count} labels; each rank reports its share"
+    reported = ", ".join(f"{x:.6g}" for x in losses)
+    return Verdict.WRONG, f"ranks report the loss {reported}; the mean over all labels is {mean:.6g}"
 
 
-def _agreement(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
-    """Ranks that hold the same part of a parameter need equal gradients."""
+# -- facts of all ranks ------------------------------------------------------------------------------------------------
+
+
+def _agreement(ranks: Sequence[Observation]) -> Judgement:
+    """Ranks that have the same part of a parameter have equal gradients."""
     copies: dict[str, list[tuple[float, float]]] = {}
     for x in ranks:
-        for key, numbers in x.gradients.items():
-            copies.setdefault(key, []).append(numbers)
-    compared = {key: numbers for key, numbers in copies.items() if len(numbers) > 1}
-    if not compared:
-        return Verdict.NOT_OBSERVED, "no parameter is on two ranks"
-    limit = max(tolerance(x.dtype) for x in ranks)
-    wrong = list[str]()
-    for key, numbers in compared.items():
-        size = max(norm for norm, _ in numbers)
-        spread = max(max(column) - min(column) for column in zip(*numbers, strict=True))
-        if not spread <= limit * size:  # a NaN is wrong
-            wrong.append(key.partition(" at ")[0])
+        for part, numbers in x.gradients.items():
+            copies.setdefault(part, []).append(numbers)
+    compared, wrong, limit = 0, set[str](), max(tolerance(x.dtype) for x in ranks)
+    for part, numbers in copies.items():
+        norms, sums = zip(*numbers, strict=True)
+        compared += len(numbers) > 1
+        if not max(max(norms) - min(norms), max(sums) - min(sums)) <= limit * max(norms):  # a NaN is wrong
+            wrong.add(part.partition(" at ")[0])
     if wrong:
-        return Verdict.WRONG, f"{Mistake.NOT_REDUCED}: {list_names(sorted(set(wrong)))}"
-    return Verdict.RIGHT, f"{len(compared)} parts of parameters"
+        return Verdict.WRONG, f"{Mistake.NOT_REDUCED}: {list_names(sorted(wrong))}"
+    verdict = Verdict.RIGHT if compared else Verdict.NOT_OBSERVED
+    return verdict, f"{compared} parts of parameters" if compared else "no part of a parameter is on two ranks"
 
 
-def _head(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
-    """The gradient of the head is the sum over ranks of outer products of the logits' gradients and hidden states."""
+def _head(ranks: Sequence[Observation]) -> Judgement:
+    """The head's gradient is the sum over tokens of outer products of the logits' gradients and the hidden states."""
     total = torch.tensor([x.head_sum for x in ranks], dtype=torch.float64).sum(0)
-    limit = max(tolerance(x.dtype) for x in ranks)
-    factors = list[float]()
+    limit, factor = max(tolerance(x.dtype) for x in ranks), 0.0
     for x in ranks:
         gradient = torch.tensor(x.head_gradient, dtype=torch.float64)
-        factor = float(gradient @ total) / max(float(total @ total), 1e-300)
+        factor = float(gradient @ total / (total @ total))
         if not float((gradient - factor * total).norm()) <= limit * x.head_norm * len(gradient):
-            return Verdict.WRONG, "the head's gradient is not the sum over the ranks' tokens"
-        factors.append(factor)
-    groups = {x.peers: x for x in ranks}
-    tallies = [x.labels for x in ranks if x.labels is not None and x.labels.weight_count]
-    if len(tallies) < len(ranks):
-        return Verdict.RIGHT, f"the sum over ranks times {factors[0]:.4g}; the weights of labels were not observed"
-    # The weights of all labels, times the factor of the reduction, sum to 1 for a mean.
-    labelled = ranks[0].labelled
-    if labelled is None:
-        labelled = sum(x.labels.labelled for x in ranks if x.labels is not None) * 1.0
-        mean_weight = sum(x.labels.weight * x.labels.labelled for x in ranks if x.labels is not None) / max(labelled, 1)
-    else:
-        mean_weight = tallies[0].weight
-    scale = factors[0] * mean_weight * labelled
+            return Verdict.WRONG, "it is not the sum over the ranks' tokens"
+    tallies = [x.labels for x in ranks if x.labels is not None]
+    if len(tallies) < len(ranks) or any(x.weights is None for x in tallies):
+        return Verdict.RIGHT, f"the sum over ranks, times {factor:.4g}; the weights of labels were not observed"
+    # For a mean loss, the weights of all labels, times the factor of the reduction, sum to 1.
+    weights = [x.weights[0] for x in tallies if x.weights is not None]
+    labelled, sizes = ranks[0].labelled, {len(ranks), len(ranks[0].peers)} - {1}
+    sums = [weight * x.labelled for weight, x in zip(weights, tallies, strict=True)]
+    scale = factor * (sum(sums) if labelled is None else weights[0] * labelled)
     if abs(scale - 1) <= limit:
-        return Verdict.RIGHT, "the sum over all ranks' tokens, for the mean over all labels"
-    sizes = {len(ranks), *(len(peers) for peers in groups)} - {1}
-    for size in sorted(sizes):
-        for mistake, wrong_scale in ((Mistake.AVERAGED, 1 / size), (Mistake.SUMMED_TWICE, size)):
-            if abs(scale / wrong_scale - 1) <= limit:
-                return Verdict.WRONG, f"{mistake}: the head's gradient is {scale:.4g} times that of the mean loss"
-    return Verdict.RIGHT, f"the sum over all ranks' tokens, {scale:.4g} times the gradient of the mean loss"
+        return Verdict.RIGHT, "the sum over all tokens, for the mean over all labels"
+    factors = [
+        (mistake, x) for size in sizes for mistake, x in ((Mistake.AVERAGED, 1 / size), (Mistake.SUMMED_TWICE, size))
+    ]
+    mistake = next((mistake for mistake, x in factors if abs(scale / x - 1) <= limit), None)
+    if mistake is not None:
+        return Verdict.WRONG, f"{mistake}: it is {scale:.4g} times that of the mean loss"
+    return Verdict.RIGHT, f"the sum over all tokens, {scale:.4g} times the gradient of the mean loss"
 
 
-def _use(ranks: Sequence[Observation]) -> tuple[Verdict, str]:
-    unused = set(ranks[0].unused).intersection(*(x.unused for x in ranks[1:]))
-    if sinks := sorted(name for name in unused if "sink" in name.rpartition(".")[2]):
+def _use(ranks: Sequence[Observation]) -> Judgement:
+    """Each trainable parameter has a gradient on some rank; sinks without one are dropped."""
+    unused = sorted(set(ranks[0].unused).intersection(*(x.unused for x in ranks)))
+    if sinks := [name for name in unused if "sink" in name.rpartition(".")[2]]:
         return Verdict.WRONG, f"no gradient on any rank, so the kernel dropped them: {list_names(sinks)}"
-    if unused:
-        return Verdict.NOT_OBSERVED, f"without a gradient on any rank: {list_names(sorted(unused))}"
-    return Verdict.RIGHT, "every trainable parameter has a gradient"
+    verdict = Verdict.NOT_OBSERVED if unused else Verdict.RIGHT
+    return verdict, f"no gradient on any rank: {list_names(unused)}" if unused else "every parameter has a gradient"
 
 
-GROUP_RULES: dict[str, Judge] = {
+RULES_OF_ROWS: Sequence[Rule] = (_shares, _positions, _labels, _loss)
+RULES: dict[str, Rule] = {
     "share of tokens": _shares,
     "positions": _positions,
     "labels": _labels,
-    "loss": _weights,
-}
-WORLD_RULES: dict[str, Judge] = {
+    "loss": _loss,
     "equal gradients": _agreement,
     "gradient of the head": _head,
     "parameters in use": _use,

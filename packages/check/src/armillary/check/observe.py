@@ -21,15 +21,16 @@ from armillary.core import SequenceLayout
 from armillary.core.parts import compat
 
 CHUNK = 1024
-"""Tokens whose probabilities are computed at once."""
+"""Tokens whose logits are computed at once where the loss makes none."""
 CERTAIN = 1e-3
 """A label whose probability is above 1 - CERTAIN has a gradient that vanishes."""
 MISFIT = 0.2
 """Largest part of a token's gradient that is not that of its label's cross entropy, relative to the gradient."""
 PROJECTIONS = 4
 """Number of projections of the head's gradient."""
-POSITION_NAME = re.compile("position|pos_ids|input_pos", re.I)
-POSITION_TABLE = re.compile(r"wpe|pos", re.I)
+POSITION = re.compile("wpe|pos", re.I)
+"""Matches names of arguments that are position ids, and of embeddings of positions."""
+HEAD = "gradient of the head"
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,15 @@ class Proof:
 
         with verifying(model, batch) as proof:
             loss = train_step(model)
-            proof.report(loss).assert_right()
+        proof.report(loss).assert_right()
 
-    `report` gathers the facts. Every rank of the world must enter the block and call `report`.
+    Every rank of the world must enter the block and call `report`: after the reduction of gradients, before the
+    optimizer's step. It adds no forward.
+
+    Args:
+        batch: the whole rows, the same on all ranks that share them.
+        positions: [T], global positions of this rank's tokens; by default common layouts are tried.
+        peers: global ranks that share the rows; by default all.
     """
 
     def __init__(
@@ -75,28 +82,34 @@ class Proof:
         positions: Tensor | None = None,
         peers: Sequence[int] | None = None,
     ) -> None:
-        self.model, self.batch = model, batch
+        self.model, self.batch, self.parts = model, batch, ModelParts.of(model)
         self.peers = tuple(range(dist.get_world_size())) if peers is None else tuple(peers)
         self.tokens = batch if isinstance(batch, ShardTokens) else None
         if isinstance(batch, CheckBatch) and positions is not None:
             self.tokens = ShardTokens.of(batch, positions.flatten().cpu())
         self.seen = Observation(self.peers, batch.length if isinstance(batch, ShardTokens) else batch.ids.shape[1])
+        # The first ids and position ids that reach modules, and this rank's part of the head's gradient.
         self.ids: Tensor | None = None
         self.position_ids: Tensor | None = None
+        self.head_sum: Tensor | None = None
+        self.loss_in_head = False
         self._handles = list[RemovableHandle]()
-        self._head_sum: Tensor | float = 0.0
-        self._accumulated = self._loss_in_head = False
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self._accumulated = any(p.grad is not None for p in self.model.parameters())
-        parts = ModelParts.of(self.model)
-        self.parts = parts
+        parts, embedding = self.parts, self.parts.embedding
+        if any(p.grad is not None for p in self.model.parameters()):
+            self.seen.reasons[HEAD] = "gradients were accumulated before the step"
+        scales = embedding is not None and type(embedding).forward is not nn.Embedding.forward
+        if parts.tied and scales and not hasattr(embedding, "embed_scale"):
+            self.seen.reasons[HEAD] = "its weight is also that of an embedding of an unknown kind"
         self._hook(self.model, self._see_model)
         for name, module in parts.embeddings.items():
-            is_ids = module is parts.embedding
-            self._hook(module, self._see_ids if is_ids else partial(self._see_position_table, name))
+            if module is embedding:
+                self._hook(module, self._see_ids)
+            elif POSITION.search(name):
+                self._hook(module, lambda inputs, _: self._see_positions({"pos": next(iter(inputs.values()), None)}))
         for layer in parts.layers:
             self._hook(layer, self._see_layer)
         if parts.head is not None:
@@ -106,7 +119,6 @@ class Proof:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        self._handles.clear()
 
     def _hook(self, module: nn.Module, see: Callable[[dict[str, Any], Any], None]) -> None:
         names = list(signature(module.forward).parameters)
@@ -119,17 +131,14 @@ class Proof:
         self._handles.append(module.register_forward_hook(hook, with_kwargs=True))
 
     def _see_ids(self, inputs: dict[str, Any], output: Any) -> None:
-        ids: Any = next(iter(inputs.values()), None)
-        if not isinstance(ids, Tensor) or ids.ndim != 2:
-            return
-        ids = compat.local_part(ids)
-        if self.ids is None:  # further calls are those of other micro-batches
+        ids = compat.local_part(next(iter(inputs.values())))
+        if self.ids is None and ids.ndim == 2:  # further calls are those of other micro-batches
             self.ids = ids
             if self.tokens is None and isinstance(self.batch, CheckBatch):
                 positions = find_positions(self.batch, ids, self.peers)
                 self.tokens = None if positions is None else ShardTokens.of(self.batch, positions)
-        if isinstance(output, Tensor) and output.requires_grad and self.parts.tied:
-            output.register_hook(partial(self._add_embedding, ids))
+        if self.parts.tied and output.requires_grad:
+            output.register_hook(partial(self._add_embedding, ids.flatten()))
 
     def _see_layer(self, inputs: dict[str, Any], output: Any) -> None:
         x = first_tensor(output)
@@ -139,22 +148,16 @@ class Proof:
 
     def _see_model(self, inputs: dict[str, Any], output: Any) -> None:
         self._see_positions(inputs)
-        logits = getattr(output, "logits", None)
-        self._watch_logits(output if logits is None else logits)
-
-    def _see_position_table(self, name: str, inputs: dict[str, Any], _: Any) -> None:
-        if POSITION_TABLE.search(name):
-            self._see_positions({"position": next(iter(inputs.values()), None)})
+        self._watch_logits(getattr(output, "logits", output))
 
     def _see_positions(self, inputs: dict[str, Any]) -> None:
         for name, x in inputs.items():
-            is_integer = isinstance(x, Tensor) and not x.is_floating_point() and not x.is_complex()
-            if not (self.position_ids is None and is_integer and POSITION_NAME.search(name) and x.ndim):
-                continue
-            ids = compat.local_part(x)
-            if ids.ndim == 3 and bool((ids == ids[:1]).all()):  # text alone, in a model with several axes of positions
-                ids = ids[0]
-            self.position_ids = ids.expand(1, -1) if ids.ndim == 1 else ids if ids.ndim == 2 else None
+            is_integer = isinstance(x, Tensor) and x.ndim and not (x.is_floating_point() or x.is_complex())
+            if self.position_ids is None and is_integer and POSITION.search(name):
+                ids = compat.local_part(x).cpu()
+                # Models with several axes of positions have equal ones for text.
+                ids = ids[0] if ids.ndim == 3 and bool((ids == ids[:1]).all()) else ids
+                self.position_ids = ids.expand(1, -1) if ids.ndim == 1 else ids if ids.ndim == 2 else None
 
     # -- labels and the head ------------------------------------------------------------------------------------------
 
@@ -164,34 +167,32 @@ class Proof:
 
     def _tally_logits(self, logits: Tensor, gradient: Tensor) -> None:
         labels = self._labels(logits)
-        if labels is None or self.seen.labels is not None:
-            return
-        tally, self.seen.dtype = LabelTally(), max(self.seen.dtype, logits.dtype, key=tolerance)
-        z, g = logits.flatten(0, 1), gradient.detach().flatten(0, 1)
-        for part in torch.arange(len(z)).split(CHUNK):
-            rows = slice(int(part[0]), int(part[-1]) + 1)
-            direction, probability, loss = _cross_entropy(z[rows], labels[rows])
-            _count(tally, direction, g[rows], labels[rows], probability, loss)
-        self.seen.labels = tally
+        if labels is not None and self.seen.labels is None:
+            direction, losses = cross_entropy(logits.flatten(0, 1), labels)
+            self._tally(direction, gradient, labels, losses)
+
+    def _tally(self, direction: Tensor, gradient: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
+        tally, weights = tally_labels(direction, gradient.detach().flatten(0, 1), labels, losses)
+        self.seen.labels = self.seen.labels or tally
+        self.seen.dtype = max(self.seen.dtype, gradient.dtype, key=tolerance)
+        return weights
 
     def _labels(self, x: Tensor) -> Tensor | None:
         """Returns the labels [B T] of logits or hidden states; None if they have other tokens."""
-        if self.tokens is None or self.tokens.labels.shape != x.shape[:2]:
-            return None
-        return self.tokens.labels.flatten().to(x.device)
+        known = self.tokens is not None and self.tokens.labels.shape == x.shape[:2]
+        return self.tokens.labels.flatten().to(x.device) if self.tokens is not None and known else None
 
     def _see_head(self, inputs: dict[str, Any], output: Any) -> None:
-        hidden: Any = next(iter(inputs.values()), None)
-        if self._loss_in_head:
+        hidden = next(iter(inputs.values()))
+        if self.loss_in_head:
             return
-        plain = isinstance(hidden, Tensor) and isinstance(output, Tensor) and not compat.is_dtensor(output)
-        if not plain or output.ndim != 3 or not output.requires_grad:
-            self.seen.reasons["gradient of the head"] = "the head does not return logits [B, T, V]"
-            return
-        output.register_hook(partial(self._add_head, hidden.detach().flatten(0, 1)))
-        # Also without logits in the model's output, or with a copy of them that the loss does not use. The hook of
-        # logits after a softcap runs earlier in backward, and is the one that counts.
-        self._watch_logits(output)
+        if not isinstance(output, Tensor) or compat.is_dtensor(output) or output.ndim != 3:
+            self.seen.reasons[HEAD] = "the head does not return logits [B, T, V]"
+        elif output.requires_grad:
+            output.register_hook(partial(self._add_head, hidden.detach().flatten(0, 1)))
+            # Also without logits in the model's output, or with a copy of them that the loss does not use. The hook of
+            # logits after a softcap runs earlier in backward, and is the one that counts.
+            self._watch_logits(output)
 
     def head(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a head function (hidden [B, T, E], weight [V, E], labels=...) that observes a loss without logits.
@@ -201,78 +202,71 @@ class Proof:
 
         def observed(hidden: Tensor, weight: Tensor, *, labels: Tensor, **options: Any) -> Any:
             # The first micro-batch is judged by its expected labels; later ones only add to the head's gradient.
-            expected = labels.flatten() if self._loss_in_head else self._labels(hidden)
-            self._loss_in_head = True
-            if compat.is_dtensor(weight) or not hidden.requires_grad or expected is None:
-                self.seen.reasons["gradient of the head"] = "its weight or the tokens are sharded over another axis"
-            else:
-                with torch.no_grad():
-                    self._watch_hidden(hidden, weight.detach(), expected)
+            expected = labels.flatten() if self.loss_in_head else self._labels(hidden)
+            self.loss_in_head = True
+            if compat.is_dtensor(weight) or expected is None:
+                self.seen.reasons[HEAD] = "its weight or the tokens are sharded over another axis"
+            elif hidden.requires_grad:
+                self._watch_hidden(hidden, weight.detach(), expected)
             return function(hidden, weight, labels=labels, **options)
 
         return observed
 
+    @torch.no_grad()
     def _watch_hidden(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
         x = hidden.detach().flatten(0, 1)
-        directions, probabilities, losses, products = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
-        rows, columns = _projections(*weight.shape, device=x.device)
-        for part in torch.arange(len(x)).split(CHUNK):
-            chunk = slice(int(part[0]), int(part[-1]) + 1)
-            direction, probability, loss = _cross_entropy(x[chunk] @ weight.T.to(x.dtype), labels[chunk])
-            directions.append(direction.to(x.dtype) @ weight.to(x.dtype))
-            products.append((direction.float() @ rows.T) * (x[chunk].float() @ columns.T))
-            probabilities.append(probability)
-            losses.append(loss)
-        direction, product = torch.cat(directions), torch.cat(products)
-        probability, loss = torch.cat(probabilities), torch.cat(losses)
+        rows, columns = projections(*weight.shape, device=x.device)
+        chunks = list[tuple[Tensor, Tensor, Tensor]]()
+        for tokens, token_labels in zip(x.split(CHUNK), labels.split(CHUNK), strict=True):
+            direction, losses = cross_entropy(tokens @ weight.T.to(x.dtype), token_labels)
+            products = (direction.float() @ rows.T) * (tokens.float() @ columns.T)
+            chunks.append((direction.to(x.dtype) @ weight.to(x.dtype), losses, products))
+        direction, losses, products = map(torch.cat, zip(*chunks, strict=True))
 
         def see_gradient(gradient: Tensor) -> None:
-            tally, self.seen.dtype = LabelTally(), max(self.seen.dtype, x.dtype, key=tolerance)
-            weights = _count(tally, direction, gradient.detach().flatten(0, 1), labels, probability, loss)
-            self._head_sum = self._head_sum + (weights[:, None] * product).double().sum(0)
-            if self.seen.labels is None:
-                self.seen.labels = tally
+            weights = self._tally(direction, gradient, labels, losses)
+            self._add_products(weights[:, None] * products)
 
         hidden.register_hook(see_gradient)
 
     def _add_head(self, hidden: Tensor, gradient: Tensor) -> None:
-        g = gradient.detach().flatten(0, 1)
-        rows, columns = _projections(g.shape[-1], hidden.shape[-1], device=g.device)
-        self._head_sum = self._head_sum + ((g.float() @ rows.T) * (hidden.float() @ columns.T)).double().sum(0)
+        g = gradient.detach().flatten(0, 1).float()
+        rows, columns = projections(g.shape[1], hidden.shape[1], device=g.device)
+        self._add_products((g @ rows.T) * (hidden.float() @ columns.T))
 
     def _add_embedding(self, ids: Tensor, gradient: Tensor) -> None:
         # A tied weight has a second gradient, that of the embedding.
-        embedding = cast(nn.Embedding, self.parts.embedding)
-        g, flat = gradient.detach().flatten(0, 1).float(), ids.flatten()
-        rows, columns = _projections(embedding.num_embeddings, g.shape[-1], device=g.device)
-        products = rows.T[flat] * (g @ columns.T)
-        if embedding.padding_idx is not None:
-            products = products[flat != embedding.padding_idx]
-        self._head_sum = self._head_sum + products.double().sum(0)
+        embedding, g = cast(nn.Embedding, self.parts.embedding), gradient.detach().flatten(0, 1).float()
+        rows, columns = projections(embedding.num_embeddings, g.shape[1], device=g.device)
+        trained = ids != (-1 if embedding.padding_idx is None else embedding.padding_idx)
+        products = rows.T[ids] * (g @ columns.T) * float(getattr(embedding, "embed_scale", 1.0))
+        self._add_products(products[trained])
+
+    def _add_products(self, products: Tensor) -> None:
+        total = products.double().sum(0)
+        self.head_sum = total if self.head_sum is None else self.head_sum + total
 
     # -- report -------------------------------------------------------------------------------------------------------
 
     def report(self, loss: Tensor | float | None = None) -> VerifyReport:
         """Gathers the observations of all ranks; returns the facts, the same on every rank.
 
-        Call it after backward and the reduction of gradients, before the optimizer's step.
-
         Args:
-            loss: the loss that the step reports on this rank. Compared with the mean over all labels.
+            loss: the loss that the step reports on this rank, to compare with the mean over all labels.
 
         Bytes sent: one `all_gather_object` over the world, of about 40 bytes for each parameter.
         """
         return VerifyReport(judge(self.gather(loss)))
 
     def gather(self, loss: Tensor | float | None = None) -> list[Observation]:
-        seen, tokens = self.seen, self.tokens
+        seen = self.seen
         if loss is not None:
-            seen.reported_loss = float(loss.full_tensor() if compat.is_dtensor(loss) else loss)  # pyright: ignore[reportAttributeAccessIssue]
-        if tokens is None:
+            seen.reported_loss = float(_full(loss))
+        if self.tokens is None:
             reason = "the embedding was not observed, or its ids are those of no common layout: give positions"
             seen.reasons |= dict.fromkeys(("share of tokens", "positions", "labels", "loss"), reason)
         else:
-            self._compare_tokens(tokens)
+            self._compare_tokens(self.tokens)
         self._see_gradients()
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, seen)
@@ -284,55 +278,45 @@ class Proof:
         seen.tokens, seen.labelled = len(local), tokens.labelled
         seen.position_sums = (int(local.sum()) % MODULUS, int(local.square().sum()) % MODULUS)
         if self.ids is not None:
-            seen.embedded, expected = True, tokens.ids.to(self.ids.device)
             # If their number differs, all tokens count as wrong.
-            same_shape = self.ids.shape == expected.shape
+            same_shape, expected = self.ids.shape == tokens.ids.shape, tokens.ids.to(self.ids.device)
             seen.wrong_ids = int((self.ids != expected).sum()) if same_shape else self.ids.numel()
-        ids, rows = None if self.position_ids is None else self.position_ids.cpu(), tokens.position_ids.cpu()
+        ids, rows = self.position_ids, tokens.position_ids.cpu()
         if ids is not None and ids.shape[1] == len(local) and (len(ids) == 1 or len(rows) in (1, len(ids))):
-            in_documents, in_rows = (ids - expected for expected in (rows, local))
-            seen.position_offsets = (_range(in_documents), _range(in_rows))
+            offsets = [ids - expected for expected in (rows, local)]
+            seen.position_offsets = [(int(x.min()), int(x.max())) for x in offsets]
             own = torch.arange(len(local))
             seen.positions_restart = torch.equal(ids[0], own) and not torch.equal(local, own)
 
     @torch.no_grad()
     def _see_gradients(self) -> None:
         seen, head = self.seen, self.parts.weight
-        for clean, parameter in trainable(self.model):
+        for name, parameter in trainable(self.model):
             gradient = None if parameter.grad is None else compat.local_part(parameter.grad)
             norm = 0.0 if gradient is None else float(gradient.norm(dtype=torch.float64))
             if not norm:
-                seen.unused.append(clean)
+                seen.unused.append(name)
             if gradient is not None:
-                place = _place(parameter)
-                total = float(gradient.sum(dtype=torch.float64))
-                seen.gradients[f"{clean} at {place}" if place else clean] = (norm, total)
+                seen.gradients[name + _place(parameter)] = (norm, float(gradient.sum(dtype=torch.float64)))
                 seen.dtype = max(seen.dtype, gradient.dtype, key=tolerance)
-        name = "gradient of the head"
-        if head is None or head.grad is None:
-            seen.reasons.setdefault(name, "the model's head was not found, or has no gradient")
-        elif self._accumulated:
-            seen.reasons[name] = "gradients were accumulated before the step"
-        elif isinstance(self._head_sum, float):
-            seen.reasons.setdefault(name, "the head was not called, or its output has no gradient")
-        if name not in seen.reasons and head is not None and head.grad is not None:
-            rows, columns = _projections(*head.shape, device=compat.local_part(head.grad).device)
-            projected = _project(head.grad, rows, columns)
-            seen.head_gradient, seen.head_norm = projected.tolist(), float(_full(head.grad.norm()))
-            seen.head_sum = cast(Tensor, self._head_sum).tolist()
+        if head is None or head.grad is None or self.head_sum is None:
+            seen.reasons.setdefault(HEAD, "the model's head was not found or not called, or has no gradient")
+        elif HEAD not in seen.reasons:
+            seen.head_gradient, seen.head_norm = _project(head.grad).tolist(), float(_full(head.grad.norm()))
+            seen.head_sum = self.head_sum.tolist()
 
 
 verifying = Proof
 
 
-def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns the parameters with gradients, by name without the parts that wrappers add."""
-    return [(WRAPPERS.sub("", name), p) for name, p in model.named_parameters() if p.requires_grad]
-
-
 def observe_shard(model: nn.Module, *, peers: Sequence[int], **tokens: Any) -> Proof:
     """Returns the observation of a step of one shard. `tokens` are the fields of `ShardTokens`."""
     return Proof(model, ShardTokens(**tokens), peers=peers)
+
+
+def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Returns the parameters with gradients, by name without the parts that wrappers add."""
+    return [(WRAPPERS.sub("", name), p) for name, p in model.named_parameters() if p.requires_grad]
 
 
 @dataclass(frozen=True)
@@ -356,45 +340,27 @@ class ModelParts:
     def of(cls, model: nn.Module) -> ModelParts:
         visible = dict(_visible_modules(model))
         stacks = [x for x in visible.values() if isinstance(x, (nn.ModuleList, nn.Sequential))]
-        stack = max(stacks, key=_size, default=None)
-        layers = () if stack is None else tuple(x for x in stack if x in set(visible.values()))
+        stack = max(stacks, key=lambda x: sum(p.numel() for p in x.parameters()), default=())
+        layers = tuple(x for x in stack if x in set(visible.values()))
         inside = {id(x) for layer in layers for x in layer.modules()}
         outside = {name: x for name, x in visible.items() if id(x) not in inside}
         embeddings = {name: x for name, x in outside.items() if isinstance(x, nn.Embedding)}
-        embedding = _call(model, "get_input_embeddings", embeddings.values()) or next(iter(embeddings.values()), None)
+        embedding = next((x for name, x in embeddings.items() if not POSITION.search(name)), None)
+        vocabulary = getattr(embedding, "num_embeddings", None)
         linears = [x for x in outside.values() if isinstance(x, nn.Linear)]
-        head = _call(model, "get_output_embeddings", linears) or (linears[-1] if linears else None)
-        weight = getattr(head, "weight", None)
-        if weight is None and embedding is not None and hasattr(model, "head_weight"):
-            weight = cast(Any, model).head_weight
+        head = next((x for x in reversed(linears) if x.out_features == vocabulary), None)
+        # Armillary's models with a tied weight have no module for the head.
+        weight: Any = head.weight if head is not None else getattr(model, "head_weight", None)
         tied = weight is not None and weight is getattr(embedding, "weight", None)
         return cls(layers, embeddings, embedding, head, weight, tied)
 
 
-def _call(model: nn.Module, getter: str, modules: Any) -> Any:
-    """Returns the module that a method of transformers' models names, if it is one of `modules`."""
-    while hasattr(model, "module") and not hasattr(model, getter):  # DDP
-        model = cast(nn.Module, model.module)
-    try:
-        module = getattr(model, getter)() if hasattr(model, getter) else None
-    except NotImplementedError:
-        return None
-    return module if any(module is x for x in modules) else None
-
-
 def _visible_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields modules by name, without those inside compiled ones, whose hooks a graph may not run."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return
-    yield prefix, module
-    if hasattr(module, "_orig_mod"):
-        return
-    for name, child in module.named_children():
-        yield from _visible_modules(child, f"{prefix}.{name}" if prefix else name)
-
-
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+    """Yields modules by name, without compiled ones and those inside, whose hooks a graph may not run."""
+    if getattr(module, "_compiled_call_impl", None) is None:
+        yield prefix, module
+        for name, child in () if hasattr(module, "_orig_mod") else module.named_children():
+            yield from _visible_modules(child, f"{prefix}.{name}" if prefix else name)
 
 
 def find_positions(batch: CheckBatch, ids: Tensor, peers: tuple[int, ...]) -> Tensor | None:
@@ -412,78 +378,70 @@ def find_positions(batch: CheckBatch, ids: Tensor, peers: tuple[int, ...]) -> Te
     return None
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of the cross entropy [n, V] with weight 1, the labels' probabilities [n] and losses [n].
+def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the gradient of the cross entropy [n, V] with weight 1 for each label, and the losses [n].
 
-    Tokens without a label have a gradient of 0.
+    Both are 0 for tokens without a label.
     """
     logs = logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
     has_label = labels != IGNORED
     index = labels.masked_fill(~has_label, 0)[:, None]
-    losses = -logs.gather(1, index)[:, 0] * has_label
     gradient = logs.exp().scatter_add(1, index, torch.full_like(index, -1.0, dtype=logs.dtype))
-    return gradient * has_label[:, None], (-losses).exp(), losses
+    return gradient * has_label[:, None], -logs.gather(1, index)[:, 0] * has_label
 
 
-def _count(
-    tally: LabelTally, direction: Tensor, gradient: Tensor, labels: Tensor, probability: Tensor, loss: Tensor
-) -> Tensor:
-    """Adds tokens to a tally; returns the weights [n] of their labels.
+def tally_labels(direction: Tensor, gradient: Tensor, labels: Tensor, losses: Tensor) -> tuple[LabelTally, Tensor]:
+    """Returns the tally of labels, and the weight [n] of each in the loss.
 
     Args:
-        direction: [n, V] or [n, E], the gradient of a cross entropy with weight 1.
+        direction: [n, V] or [n, E], the gradient of the cross entropy with weight 1.
         gradient: as `direction`, the gradient in the step.
     """
     g, d = gradient.to(direction.dtype), direction
-    weights = (g * d).sum(1) / d.square().sum(1).clamp_min(1e-300 if d.dtype is torch.float64 else 1e-37)
+    weights = (g * d).sum(1) / d.square().sum(1).clamp_min(torch.finfo(d.dtype).tiny)
     misfit = (g - weights[:, None] * d).norm(dim=1) > MISFIT * g.norm(dim=1)
     has_label, has_gradient = labels != IGNORED, g.abs().amax(1) > 0
-    sure = has_label & (probability < 1 - CERTAIN)
-    tally.labelled += int(has_label.sum())
-    tally.lost += int((sure & ~has_gradient).sum())
-    tally.extra += int((~has_label & has_gradient).sum())
-    tally.other += int((sure & has_gradient & misfit).sum())
-    tally.loss += float(loss.double().sum())
-    if (seen := weights[sure & has_gradient & ~misfit]).numel():
-        tally.weight_sum += float(seen.double().sum())
-        tally.weight_count += seen.numel()
-        tally.weight_min = min(tally.weight_min, float(seen.min()))
-        tally.weight_max = max(tally.weight_max, float(seen.max()))
-    return weights
+    sure = has_label & ((-losses).exp() < 1 - CERTAIN)
+    tally = LabelTally(
+        labelled=int(has_label.sum()),
+        lost=int((sure & ~has_gradient).sum()),
+        extra=int((~has_label & has_gradient).sum()),
+        other=int((sure & has_gradient & misfit).sum()),
+        weights=_summary(weights[sure & has_gradient & ~misfit].double()),
+        loss=float(losses.double().sum()),
+    )
+    return tally, weights
 
 
-def _range(x: Tensor) -> tuple[int, int]:
-    return int(x.min()), int(x.max())
+def _summary(x: Tensor) -> tuple[float, float, float] | None:
+    return (float(x.mean()), float(x.min()), float(x.max())) if x.numel() else None
 
 
-def _projections(rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def projections(rows: int, columns: int, device: torch.device) -> list[Tensor]:
     """Returns random vectors [PROJECTIONS, rows] and [PROJECTIONS, columns], the same on every rank."""
     generator = torch.Generator().manual_seed(rows + columns)
-    sizes = ((PROJECTIONS, rows), (PROJECTIONS, columns))
-    left, right = (torch.randn(size, generator=generator).to(device) for size in sizes)
-    return left, right
+    return [torch.randn(PROJECTIONS, size, generator=generator).to(device) for size in (rows, columns)]
 
 
-def _project(x: Any, rows: Tensor, columns: Tensor) -> Tensor:
-    """Returns u^T x v for each pair (u, v) of projections, [PROJECTIONS]; of a DTensor, of the whole tensor."""
+def _project(x: Any) -> Tensor:
+    """Returns u^T x v for each pair (u, v) of `projections`, [PROJECTIONS]; of a DTensor, of the whole tensor."""
+    rows, columns = (y.to(x.dtype) for y in projections(*x.shape, device=compat.local_part(x).device))
     if compat.is_dtensor(x):
         from torch.distributed.tensor import DTensor, Replicate
 
-        mesh: Any = x.device_mesh
-        copies = [DTensor.from_local(y, mesh, [Replicate()] * mesh.ndim, run_check=False) for y in (rows, columns)]
-        rows, columns = (y.to(x.dtype) for y in copies)
-        return _full(((rows @ x) * columns).sum(1)).double()
-    return ((rows.to(x.dtype) @ x).float() * columns).double().sum(1)
+        copies = [Replicate()] * x.device_mesh.ndim
+        rows, columns = (DTensor.from_local(y, x.device_mesh, copies, run_check=False) for y in (rows, columns))
+    return _full(((rows @ x) * columns).sum(1)).double()
 
 
-def _full(x: Any) -> Tensor:
+def _full(x: Any) -> Any:
     return x.full_tensor() if compat.is_dtensor(x) else x
 
 
 def _place(parameter: Any) -> str:
-    """Returns the coordinates of a DTensor's shard on the axes that shard it; "" for a plain parameter."""
+    """Returns " at " and the coordinates of a DTensor's shard on the axes that shard it; "" for a plain parameter."""
     if not compat.is_dtensor(parameter):
         return ""
     coordinates: Any = parameter.device_mesh.get_coordinate()
-    sharded = [str(c) for c, place in zip(coordinates, parameter.placements, strict=True) if not place.is_replicate()]
-    return ",".join(sharded)
+    pairs = zip(coordinates, parameter.placements, strict=True)
+    return f" at {[coordinate for coordinate, placement in pairs if not placement.is_replicate()]}"

@@ -233,8 +233,7 @@ class _Recorder:
     def _keep_activation(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
         x = first_tensor(output)
         if x is not None and x.ndim >= 3 and not in_backward():
-            x = compat.local_part(x).detach().double().flatten(2)
-            self.fingerprints[name].append(x @ _projection(x.shape[2]))
+            self.fingerprints[name].append(fingerprint(compat.local_part(x).detach()))
 
     def record(self, result: StepOutput, run: CheckRun) -> RankRecord:
         """Returns the record of the last micro-batch's tensors and of the accumulated gradients."""
@@ -289,6 +288,12 @@ def _last_full_output(calls: list[Tensor], tokens: int) -> Tensor | None:
     """Returns the last of `_full_outputs` on the host; None without any."""
     outputs = _full_outputs([x for x in calls if x.ndim >= 3], tokens)
     return outputs[-1].detach().cpu() if outputs else None
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """Returns random projections [B, T, FINGERPRINT] of activations [B, T, ...], in float64."""
+    x = x.double().flatten(2)
+    return x @ _projection(x.shape[2]).to(x.device)
 
 
 @cache
