@@ -6,12 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import armillary.train
 from armillary.attention import ContextParallel
+from armillary.check import CheckBatch, verify
 from armillary.core.testing import mesh
-from armillary.train import CheckConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig, train
+from armillary.train import (
+    CheckConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    prepare,
+    process_group,
+    train,
+)
+from armillary.train.step import train_step
 
 TEXT = (Path(armillary.train.__file__).parent,)
 CONFIG = Config(
@@ -49,6 +62,28 @@ def test_the_trainer_verifies_its_steps(worlds, tmp_path, parallel, options):
         }, event["text"]
 
 
+def wrong_step():
+    options = TrainConfig(steps=3, device="cpu", precision="float64")
+    parallel, rows = ParallelConfig(ring=2), DataConfig(path=TEXT, sequence_length=64, global_batch_size=2)
+    config = replace(CONFIG, parallel=parallel, train=options, data=rows)
+    with process_group(config) as device:
+        run = prepare(config, device)
+        for module in run.model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(2.0)  # an average, where the loss needs a sum
+        before = [p.to_local().clone() for p in run.model.parameters()]
+        with pytest.raises(RuntimeError) as error:
+            train_step(run, 1, [next(run.training)])
+        return str(error.value), all(torch.equal(a, b.to_local()) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+def test_a_wrong_step_ends_before_the_update(worlds):
+    errors = worlds(2).run(wrong_step)
+    assert errors[0] == errors[1]
+    error, unchanged = errors[0]
+    assert "gradients are averaged" in error and unchanged
+
+
 def tiny(model_type, **sizes):
     options = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None}
@@ -57,13 +92,40 @@ def tiny(model_type, **sizes):
     return AutoModelForCausalLM.from_config(config)
 
 
+def probed(model_type, sizes):
+    axes = mesh(ring=torch.distributed.get_world_size())
+    cp = ContextParallel("ring", axes)
+    model = cp.prepare(tiny(model_type, **sizes))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=axes["ring"])
+    fully_shard(model, mesh=axes["ring"])
+
+    def loss(model, batch):
+        with cp.shard(batch.ids, shift_labels=batch.shifted_labels, documents=batch.documents) as shard:
+            return cp.loss(model(**shard.inputs).loss, shard)
+
+    torch.manual_seed(4)
+    ids = torch.randint(3, 64, (2, 48))
+    report = verify(model, CheckBatch(ids, ids, (0, 10, 41, 48)), loss)
+    return report.to_dict(), any(p.grad is not None for p in model.parameters())
+
+
+def test_probes_of_a_sharded_model_raise_no_alarm(worlds):
+    sizes = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    report, has_gradients = worlds(2).run(probed, "gemma3_text", sizes)[1]
+    verdicts = {x["name"]: x["verdict"] for x in report["facts"]}
+    not_observed = {"equal gradients", "no look-ahead"}  # no parameter is replicated; rows have several documents
+    assert {name for name, verdict in verdicts.items() if verdict != "right"} == not_observed, json.dumps(
+        report, indent=1
+    )
+    assert not has_gradients
+
+
 def cp_step(model_type, sizes, fsdp):
     axes = mesh(ring=torch.distributed.get_world_size())
     cp = ContextParallel("ring", axes)
     model = cp.prepare(tiny(model_type, **sizes))
     if fsdp:
-        from torch.distributed.fsdp import fully_shard
-
         fully_shard(model, mesh=axes["ring"])
     torch.manual_seed(4)
     ids = torch.randint(3, 64, (2, 48))
