@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import armillary.train
 from armillary.attention import ContextParallel
-from armillary.check import CheckBatch, verify
+from armillary.check import CheckBatch, StepOutput, verify
 from armillary.core.testing import mesh
 from armillary.train import (
     CheckConfig,
@@ -74,7 +74,9 @@ def wrong_step():
         before = [p.to_local().clone() for p in run.model.parameters()]
         with pytest.raises(RuntimeError) as error:
             train_step(run, 1, [next(run.training)])
-        return str(error.value), all(torch.equal(a, b.to_local()) for a, b in zip(before, run.model.parameters(), strict=True))
+        return str(error.value), all(
+            torch.equal(a, b.to_local()) for a, b in zip(before, run.model.parameters(), strict=True)
+        )
 
 
 def test_a_wrong_step_ends_before_the_update(worlds):
@@ -119,6 +121,31 @@ def test_probes_of_a_sharded_model_raise_no_alarm(worlds):
         report, indent=1
     )
     assert not has_gradients
+
+
+def probed_beside_other_rows():
+    axes = mesh(shard=2, ring=2)
+    cp = ContextParallel("ring", axes, data="shard")
+    model, group = cp.prepare(tiny("llama")), torch.distributed.get_rank() // 2
+
+    def loss(model, batch):
+        with cp.shard(batch.ids, shift_labels=batch.shifted_labels, documents=batch.documents) as shard:
+            return StepOutput(cp.loss(model(**shard.inputs).loss, shard), shard.layout.positions(cp.method.shard))
+
+    ids = torch.randint(3, 64, (2, 48), generator=torch.Generator().manual_seed(group))
+    documents = ((0, 10, 41, 48), (0, 12, 36, 48))[group]  # those of the second group end with its zigzag shards
+    peers = [2 * group, 2 * group + 1]
+    return verify(model, CheckBatch(ids, ids, documents), loss, reduce=cp.reduce_gradients, peers=peers).to_dict()
+
+
+def test_ranks_with_other_rows_run_the_same_probes(worlds):
+    reports = worlds(4).run(probed_beside_other_rows)
+    assert all(report == reports[0] for report in reports)
+    verdicts = {x["name"]: x["verdict"] for x in reports[0]["facts"]}
+    probes = {"attention across shards", "documents", "no look-ahead", "windows"}
+    assert {name for name, verdict in verdicts.items() if verdict != "right"} == probes, json.dumps(
+        reports[0], indent=1
+    )
 
 
 def cp_step(model_type, sizes, fsdp):

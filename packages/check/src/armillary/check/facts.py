@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import isfinite
 from typing import Any
 
 import torch
@@ -168,6 +169,10 @@ def judge(observations: Sequence[Observation]) -> tuple[Fact, ...]:
 
 def _apply(name: str, rule: Rule, ranks: Sequence[Observation]) -> Judgement:
     reason = next((x.reasons[name] for x in ranks if name in x.reasons), None)
+    numbers = [number for x in ranks for pair in x.gradients.values() for number in pair]
+    numbers += [x.labels.loss for x in ranks if x.labels is not None]
+    if rule not in (_shares, _positions) and not all(map(isfinite, numbers)):
+        reason = "the loss or a gradient is not finite"
     return rule(ranks) if reason is None else (Verdict.NOT_OBSERVED, reason)
 
 
@@ -267,7 +272,7 @@ def _agreement(ranks: Sequence[Observation]) -> Judgement:
     for part, numbers in copies.items():
         norms, sums = zip(*numbers, strict=True)
         compared += len(numbers) > 1
-        if not max(max(norms) - min(norms), max(sums) - min(sums)) <= limit * max(norms):  # a NaN is wrong
+        if not max(max(norms) - min(norms), max(sums) - min(sums)) <= limit * max(norms):
             wrong.add(part.partition(" at ")[0])
     if wrong:
         return Verdict.WRONG, f"{Mistake.NOT_REDUCED}: {list_names(sorted(wrong))}"

@@ -47,7 +47,9 @@ def undisturbed(model: nn.Module) -> Generator[None]:
 
 
 def _has_dropout(module: nn.Module) -> bool:
-    settings = vars(module.config) if hasattr(module, "config") else {"dropout": getattr(module, "p", 0)}
+    settings: dict[str, Any] = {"dropout": getattr(module, "p", 0)} | getattr(
+        getattr(module, "config", None), "__dict__", {}
+    )
     return any(isinstance(x, float) and x > 0 for name, x in settings.items() if any(part in name for part in DROPOUT))
 
 
@@ -145,10 +147,12 @@ class Runner:
                 reshard()
         return output
 
-    def of_peers(self, value: Any) -> list[list[Any]]:
-        """Gathers a value from all ranks; returns those of each set of ranks that share rows."""
-        values = gathered((self.peers, value))
-        return [[x for other, x in values if other == peers] for peers in sorted({peers for peers, _ in values})]
+    def of_peers(self, value: Any) -> dict[tuple[int, ...], list[Any]]:
+        """Gathers a value from all ranks; returns those of the ranks that share rows, by these ranks."""
+        groups: dict[tuple[int, ...], list[Any]] = {}
+        for peers, x in gathered((self.peers, value)):
+            groups.setdefault(peers, []).append(x)
+        return groups
 
 
 def gathered(value: Any) -> list[Any]:

@@ -260,7 +260,8 @@ class Proof:
 
     def gather(self, loss: Tensor | float | None = None) -> list[Observation]:
         seen = self.seen
-        if loss is not None:
+        # Beside ranks with other rows, the loss may be the mean over their labels too.
+        if loss is not None and len(self.peers) == dist.get_world_size():
             seen.reported_loss = float(_full(loss))
         if self.tokens is None:
             reason = "the embedding was not observed, or its ids are those of no common layout: give positions"

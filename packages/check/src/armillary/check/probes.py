@@ -90,8 +90,11 @@ def _prefix(runner: Runner, batch: CheckBatch, base: Forward, causal: bool, dtyp
         return Fact(name, Verdict.NOT_OBSERVED, reason)
     ends = None if batch.documents is None else (*(end for end in batch.documents if end < length), length)
     short = replace(batch, ids=batch.ids[:, :length], labels=batch.labels[:, :length], documents=ends)
-    forwards = (base, runner.run(batch, rounded=True), runner.run(short))
-    groups = runner.of_peers([(x.positions, x.last) for x in forwards])
+    try:
+        forwards = (base, runner.run(batch, rounded=True), runner.run(short))
+    except ValueError as error:  # of a library whose lengths are limited, on every rank
+        return Fact(name, Verdict.NOT_OBSERVED, f"{length} tokens were refused: {error}")
+    groups = list(runner.of_peers([(x.positions, x.last) for x in forwards]).values())
     if any(x is None for ranks in groups for forwards_of_rank in ranks for pair in forwards_of_rank for x in pair):
         return Fact(name, Verdict.NOT_OBSERVED, "the outputs or the positions of their tokens are unknown")
     errors, limit = list[Tensor](), MODEL_LIMITS[dtype]

@@ -79,16 +79,20 @@ def attention_facts(
     Args:
         base: the forward without a change.
     """
-    local, length = base.positions, batch.ids.shape[1]
-    shards = next(
-        x for x in runner.of_peers(None if local is None else local.tolist()) if local is None or local.tolist() in x
-    )
-    reason = "one rank has the whole sequence" if len(shards) == 1 else "no layer was observed"
-    edges = None
-    if local is None or None in shards:
-        reason = "the positions of tokens are unknown"
-    elif len(shards) > 1 and base.outputs:
-        reason, edges = "no document has two tokens before an edge of a shard", _edges(shards, length, batch.documents)
+    local, length, edges = base.positions, batch.ids.shape[1], None
+    groups = runner.of_peers((None if local is None else local.tolist(), batch.documents, len(base.outputs)))
+    # Ranks with other rows must come to the same decision, because all run the same forwards.
+    if any(len(ranks) == 1 for ranks in groups.values()):
+        reason = "one rank has the whole sequence"
+    elif any(positions is None or not outputs for ranks in groups.values() for positions, _, outputs in ranks):
+        reason = "no layer was observed, or the positions of its tokens are unknown"
+    else:
+        reason = "no document has two tokens before an edge of a shard"
+        edges_of = {
+            peers: _edges([positions for positions, *_ in ranks], length, ranks[0][1])
+            for peers, ranks in groups.items()
+        }
+        edges = None if None in edges_of.values() else edges_of[runner.peers]
     if edges is None or local is None:
         return tuple(Fact(name, Verdict.NOT_OBSERVED, reason) for name in (CROSSING, *HIDDEN))
     start, first, last, end = edges
@@ -97,14 +101,14 @@ def attention_facts(
     # 1. The forward again: changes by another order of sums count as none.
     noise = runner.run(batch)
     # 2. The document's tokens before its first edge change, but for the last ones before it.
-    forward = runner.run(batch, changed=inside & (local < cut), originals=base.outputs, positions=local)
+    first_part = runner.run(batch, changed=inside & (local < cut), originals=base.outputs, positions=local)
     # 3. All other documents change, and in causal models this one after its last edge.
     later = local >= last if causal else torch.zeros_like(inside)
-    backward = runner.run(batch, changed=~inside | later, originals=base.outputs, positions=local)
+    other_part = runner.run(batch, changed=~inside | later, originals=base.outputs, positions=local)
     reaches = dict[str, dict[str, Any]]()
     for name, original in base.outputs.items():
         limit = _rounding(original) + 4 * _changes(noise.outputs[name], original).max()
-        ahead, back = (_changes(x.outputs[name], original) > limit for x in (forward, backward))
+        ahead, back = (_changes(x.outputs[name], original) > limit for x in (first_part, other_part))
         window = kinds[name].window or length
         beyond = inside & (local >= first) & (local >= cut + window)
         # By fact, the tokens that see none of the changed ones: of the forward with the first tokens, and of the other.
@@ -122,7 +126,7 @@ def attention_facts(
         } | {
             key: int((ahead & x).sum() + (back & y).sum()) if (x | y).any() else None for key, (x, y) in hidden.items()
         }
-    return _judge(runner.of_peers(reaches), kinds)
+    return _judge(list(runner.of_peers(reaches).values()), kinds)
 
 
 def _judge(groups: Sequence[Sequence[dict[str, dict[str, Any]]]], kinds: dict[str, LayerKind]) -> tuple[Fact, ...]:
