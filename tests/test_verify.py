@@ -24,6 +24,7 @@ from armillary.train import (
     process_group,
     train,
 )
+from armillary.train.config import check_config
 from armillary.train.step import train_step
 
 TEXT = (Path(armillary.train.__file__).parent,)
@@ -60,6 +61,12 @@ def test_the_trainer_verifies_its_steps(worlds, tmp_path, parallel, options):
             "gradient of the head": head,
             "parameters in use": "right",
         }, event["text"]
+
+
+def test_a_run_without_the_package_is_refused(monkeypatch):
+    monkeypatch.setattr("armillary.train.config.check.entry_points", lambda group: ())
+    with pytest.raises(ValueError, match=r"--check.verify-every 2.*armillary-check"):
+        check_config(CONFIG)
 
 
 def wrong_step():
@@ -113,7 +120,7 @@ def probed(model_type, sizes):
 
 
 def test_probes_of_a_sharded_model_raise_no_alarm(worlds):
-    sizes = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    sizes = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
     report, has_gradients = worlds(2).run(probed, "gemma3_text", sizes)[1]
     verdicts = {x["name"]: x["verdict"] for x in report["facts"]}
     not_observed = {"equal gradients", "no look-ahead"}  # no parameter is replicated; rows have several documents

@@ -280,7 +280,7 @@ class ContextParallel:
         armillary-check owns the report: `armillary.check.verifying` says which facts it has. Every rank of the world
         must call `verify` and `report`.
 
-        Bytes sent: none by `verify`; `report` gathers about 40 bytes for each parameter of each rank.
+        Bytes sent: none by `verify`; `report` gathers about 70 bytes for each parameter of each rank.
 
         Raises:
             ValueError: armillary-check is not installed; a batch that another `ContextParallel` sharded.
