@@ -72,10 +72,13 @@ def verify(
         observations = proof.gather(result.loss.detach())
         # 2. Forwards with one change each.
         with torch.no_grad():
+            dtype = max((x.dtype for x in observations), key=tolerance)
             facts = (
                 *judge(observations),
-                *attention_facts(runner, batch, kinds, base, causal),
-                _prefix(runner, batch, base, causal, max((x.dtype for x in observations), key=tolerance)),
+                *attention_facts(
+                    runner, batch, kinds, base, causal, coarse=tolerance(dtype) > tolerance(torch.float32)
+                ),
+                _prefix(runner, batch, base, causal, dtype),
                 _loss_along_gradient(runner, batch, result.loss.detach(), observations),
             )
     return VerifyReport(facts)

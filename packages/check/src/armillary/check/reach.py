@@ -5,6 +5,7 @@ Each layer is probed by itself, because its output is replaced by its output wit
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -25,6 +26,8 @@ ROUNDINGS, ROUNDINGS_16_BIT = 64, 4
 """Changes up to this multiple of an output's rounding error count as none."""
 KNOWN_MASKS = ("full_attention", "sliding_attention", None)
 """Layer types of a configuration whose masks are known."""
+FADING = re.compile("mamba|ssm|delta|recurrent|linearattention|kda|state", re.I)
+"""Matches class names of layers with a state, in which tokens fade."""
 CROSSING = "attention across shards"
 HIDDEN = {
     "documents": (Mistake.DOCUMENTS, "rows have one document"),
@@ -40,7 +43,7 @@ class LayerKind:
 
     Args:
         window: the number of tokens that a query sees, its own included; None for all.
-        known: False if the configuration names a mask that is not known here: only what it must hide is judged.
+        known: False if the configuration names a mask that is not known here, or a state fades: it may reach less far.
     """
 
     layer: nn.Module
@@ -58,7 +61,8 @@ def layer_kinds(model: nn.Module) -> dict[str, LayerKind]:
         name = types[i] if i < len(types) else None
         window = _window(layer, name, config)
         key = (name, window, *sorted({type(x).__name__ for x in layer.modules()}))
-        kinds.setdefault(key, (f"layer {i}", LayerKind(layer, window, name in KNOWN_MASKS)))
+        fades = any(FADING.search(type(x).__name__) for x in layer.modules())
+        kinds.setdefault(key, (f"layer {i}", LayerKind(layer, window, name in KNOWN_MASKS and not fades)))
     return dict(kinds.values())
 
 
@@ -72,12 +76,13 @@ def _window(layer: nn.Module, kind: str | None, config: Any) -> int | None:
 
 
 def attention_facts(
-    runner: Runner, batch: CheckBatch, kinds: dict[str, LayerKind], base: Forward, causal: bool
+    runner: Runner, batch: CheckBatch, kinds: dict[str, LayerKind], base: Forward, causal: bool, coarse: bool
 ) -> tuple[Fact, ...]:
     """Returns whether attention crosses shards, and stays within documents, the past and windows; three forwards.
 
     Args:
         base: the forward without a change.
+        coarse: True if anything is computed in 16 bits.
     """
     local, length, edges = base.positions, batch.ids.shape[1], None
     groups = runner.of_peers((None if local is None else local.tolist(), batch.documents, len(base.outputs)))
@@ -126,10 +131,12 @@ def attention_facts(
         } | {
             key: int((ahead & x).sum() + (back & y).sum()) if (x | y).any() else None for key, (x, y) in hidden.items()
         }
-    return _judge(list(runner.of_peers(reaches).values()), kinds)
+    return _judge(list(runner.of_peers(reaches).values()), kinds, coarse)
 
 
-def _judge(groups: Sequence[Sequence[dict[str, dict[str, Any]]]], kinds: dict[str, LayerKind]) -> tuple[Fact, ...]:
+def _judge(
+    groups: Sequence[Sequence[dict[str, dict[str, Any]]]], kinds: dict[str, LayerKind], coarse: bool
+) -> tuple[Fact, ...]:
     crossed, broken, silent = list[str](), list[str](), list[str]()
     seen: dict[str, dict[str, int]] = {key: {} for key in HIDDEN}
     for ranks in groups:
@@ -137,8 +144,10 @@ def _judge(groups: Sequence[Sequence[dict[str, dict[str, Any]]]], kinds: dict[st
             reach = [x[name] for x in ranks if name in x]
             near = [moved for x in reach for moved in x["near"]]
             pieces = [moved for _, moved in sorted(piece for x in reach for piece in x["pieces"])]
-            # Where the mask is not known it may end, but not skip a piece. Tokens before the edge show a mixing layer.
-            lost = not all(pieces) if kind.known else pieces != sorted(pieces, reverse=True)
+            # Tokens before the edge show that the layer mixes. Where the reach is not known it may end, but not skip a
+            # piece. In 16 bits only the nearest piece sees enough of the change, however long the rows are.
+            required = pieces[:1] if coarse else pieces
+            lost = not all(required) if kind.known else pieces != sorted(pieces, reverse=True)
             mixes = any(near) if near else any(pieces)
             (broken if pieces and mixes and lost else crossed if any(pieces) else silent).append(name)
             for key, counts in seen.items():
