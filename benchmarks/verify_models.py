@@ -24,7 +24,7 @@ from armillary.check.architecture import document_boundaries
 from armillary.check.tiny import VOCABULARY, load_config, model_class, tiny_config
 from armillary.core.testing import RankFailed, Worlds, mesh
 
-TOKENS, ROWS = 96, 2
+TOKENS, ROWS, WINDOW = 96, 2, 8
 MODELS = [
     "llama",
     "mistral",
@@ -127,6 +127,8 @@ def verify_case(case: Case) -> dict[str, Any]:
 
 def new_model(case: Case, axes: Any) -> nn.Module:
     config = tiny_config(load_config(case.model_type).get_text_config(decoder=True), TOKENS)
+    if getattr(config, "sliding_window", None):
+        config.sliding_window = WINDOW  # ends inside documents
     model = model_class(config).from_config(config, attn_implementation="eager")
     if case.variant == "bfloat16":
         model.bfloat16()
