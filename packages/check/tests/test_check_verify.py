@@ -69,10 +69,18 @@ PROBED = {
 
 def probed(fault, documents):
     model, batch = new_model(convolution=True), new_batch(documents=documents)
-    before = [x.clone() for x in model.parameters()]
+    before, random_state = [x.clone() for x in model.parameters()], torch.get_rng_state()
     report = verify(model, batch, partial(step, fault=fault, backward=False), reduce=partial(reduce, fault=fault))
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
+    assert torch.equal(torch.get_rng_state(), random_state) and model.training
     return report.to_dict()
+
+
+def test_probes_of_a_right_step_raise_no_alarm_on_four_ranks(worlds):
+    report = worlds(4).run(probed, "", (0, 13, 40, 64))[0]
+    verdicts = {x["name"]: x["verdict"] for x in report["facts"]}
+    assert verdicts.pop("no look-ahead") == "not observed"  # rows have several documents
+    assert set(verdicts.values()) == {"right"}, json.dumps(report, indent=1)
 
 
 @pytest.mark.parametrize("fault", ["", *PROBED])
