@@ -172,6 +172,8 @@ def step(model, batch: CheckBatch, fault="", backward=True) -> StepOutput:
     ids, position_ids, labels = (x[:, positions] for x in (batch.ids, batch.position_ids, batch.shifted_labels))
     if fault == "positions":
         position_ids = torch.arange(len(positions))[None]
+    if fault == "labels shifted twice":
+        labels = batch.shifted_labels.roll(-1, 1)[:, positions]
     if fault == "labels":
         labels = F.pad(batch.labels[:, positions][:, 1:], (0, 1), value=-100)
     documents = batch.documents or (0, batch.ids.shape[1])

@@ -15,6 +15,7 @@ OBSERVED = {
     "no-op": ("share of tokens", "nothing is sharded"),
     "positions": ("positions", "restart"),
     "labels": ("labels", "2 have no gradient"),
+    "labels shifted twice": ("labels", "another label"),
     "loss averaged": ("loss", "mean of the ranks' means"),
     "all not reduced": ("equal gradients", "not reduced"),
     "averaged": ("gradient of the head", "averaged"),

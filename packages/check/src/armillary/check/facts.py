@@ -84,7 +84,8 @@ class LabelTally:
     Args:
         labelled: tokens with a label.
         lost: labels without a gradient; extra: tokens without a label that have one.
-        other: labels whose gradient is not that of a cross entropy with this label.
+        other: labels whose gradient is that of a cross entropy with another label; unknown: of another loss, or where
+            only the gradient of hidden states is known, of one or the other.
         weights: mean, minimum and maximum of the labels' weights in the loss; None if no label's is known. Labels that
             the model predicts with near certainty are left out, of `lost` and `other` too: their gradients vanish.
         loss: sum of the losses of this rank's labels.
@@ -94,6 +95,7 @@ class LabelTally:
     lost: int
     extra: int
     other: int
+    unknown: int
     weights: tuple[float, float, float] | None
     loss: float
 
@@ -216,17 +218,17 @@ def _labels(ranks: Sequence[Observation]) -> Judgement:
     tallies = [x.labels for x in ranks if x.labels is not None]
     if len(tallies) < len(ranks):
         return Verdict.NOT_OBSERVED, "the gradient of the logits was not seen on every rank"
-    labelled, lost, extra, other = (
-        sum(getattr(x, key) for x in tallies) for key in ("labelled", "lost", "extra", "other")
-    )
-    if not any(x.weights or x.lost or x.other for x in tallies):
+    labelled, lost, extra = (sum(getattr(x, key) for x in tallies) for key in ("labelled", "lost", "extra"))
+    other, unknown = (sum(getattr(x, key) for x in tallies) for key in ("other", "unknown"))
+    if not any(x.weights or x.lost or x.other or x.unknown for x in tallies):
         return Verdict.NOT_OBSERVED, "no label has a gradient that does not vanish"
-    if other > OTHER_LOSS * labelled:
+    if unknown > OTHER_LOSS * labelled:
         return Verdict.NOT_OBSERVED, "the loss is not a cross entropy with one label per token"
-    if lost or extra or other:
+    if lost or extra or other or unknown:
         return Verdict.WRONG, (
-            f"of {labelled} labels, {lost} have no gradient and {other} that of another label; {extra} tokens without "
-            f"a label have one; by rank {[x.lost + x.extra + x.other for x in tallies]}"
+            f"of {labelled} labels, {lost} have no gradient and {other + unknown} that of another label; "
+            f"{extra} tokens without a label have one; "
+            f"by rank {[x.lost + x.extra + x.other + x.unknown for x in tallies]}"
         )
     return Verdict.RIGHT, f"{labelled} labels"
 

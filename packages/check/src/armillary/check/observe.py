@@ -169,10 +169,12 @@ class Proof:
         labels = self._labels(logits)
         if labels is not None and self.seen.labels is None:
             direction, losses = cross_entropy(logits.flatten(0, 1), labels)
-            self._tally(direction, gradient, labels, losses)
+            self._tally(direction, gradient, labels, losses, of_logits=True)
 
-    def _tally(self, direction: Tensor, gradient: Tensor, labels: Tensor, losses: Tensor) -> Tensor:
-        tally, weights = tally_labels(direction, gradient.detach().flatten(0, 1), labels, losses)
+    def _tally(
+        self, direction: Tensor, gradient: Tensor, labels: Tensor, losses: Tensor, of_logits: bool = False
+    ) -> Tensor:
+        tally, weights = tally_labels(direction, gradient.detach().flatten(0, 1), labels, losses, of_logits)
         self.seen.labels = self.seen.labels or tally
         self.seen.dtype = max(self.seen.dtype, gradient.dtype, key=tolerance)
         return weights
@@ -391,27 +393,43 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return gradient * has_label[:, None], -logs.gather(1, index)[:, 0] * has_label
 
 
-def tally_labels(direction: Tensor, gradient: Tensor, labels: Tensor, losses: Tensor) -> tuple[LabelTally, Tensor]:
+def tally_labels(
+    direction: Tensor, gradient: Tensor, labels: Tensor, losses: Tensor, of_logits: bool
+) -> tuple[LabelTally, Tensor]:
     """Returns the tally of labels, and the weight [n] of each in the loss.
 
     Args:
         direction: [n, V] or [n, E], the gradient of the cross entropy with weight 1.
         gradient: as `direction`, the gradient in the step.
+        of_logits: True if both have a column for each token of the vocabulary.
     """
-    g, d = gradient.to(direction.dtype), direction
-    weights = (g * d).sum(1) / d.square().sum(1).clamp_min(torch.finfo(d.dtype).tiny)
-    misfit = (g - weights[:, None] * d).norm(dim=1) > MISFIT * g.norm(dim=1)
+    g = gradient.to(direction.dtype)
     has_label, has_gradient = labels != IGNORED, g.abs().amax(1) > 0
     sure = has_label & ((-losses).exp() < 1 - CERTAIN)
+    weights, misfit = _fit(g, direction)
+    unknown = misfit
+    if of_logits:
+        # The label of a cross entropy is where the gradient is least: is it one of another label?
+        one_hot = torch.zeros_like(direction).scatter_(1, labels.masked_fill(~has_label, 0)[:, None], 1.0)
+        other = direction + one_hot - torch.zeros_like(direction).scatter_(1, g.argmin(1, keepdim=True), 1.0)
+        unknown = misfit & _fit(g, other)[1]
     tally = LabelTally(
         labelled=int(has_label.sum()),
         lost=int((sure & ~has_gradient).sum()),
         extra=int((~has_label & has_gradient).sum()),
-        other=int((sure & has_gradient & misfit).sum()),
+        other=int((sure & has_gradient & misfit & ~unknown).sum()),
+        unknown=int((sure & has_gradient & unknown).sum()),
         weights=_summary(weights[sure & has_gradient & ~misfit].double()),
         loss=float(losses.double().sum()),
     )
     return tally, weights
+
+
+def _fit(gradient: Tensor, direction: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the factors [n] of gradients that are multiples of directions, and True for those that are not."""
+    norms = direction.square().sum(1).clamp_min(torch.finfo(direction.dtype).tiny)
+    factors = (gradient * direction).sum(1) / norms
+    return factors, (gradient - factors[:, None] * direction).norm(dim=1) > MISFIT * gradient.norm(dim=1)
 
 
 def _summary(x: Tensor) -> tuple[float, float, float] | None:
