@@ -26,6 +26,7 @@ __all__ = [
     "StepOutput",
     "Verdict",
     "VerifyReport",
+    "__version__",
     "check_architecture",
     "check_method",
     "check_model",
