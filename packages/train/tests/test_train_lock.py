@@ -147,6 +147,21 @@ def test_one_of_several_concurrent_runs_takes_the_lock(tmp_path, ended_process):
     assert len(actual) == 8 and os.listdir(tmp_path / "lock") == [claim.path.name]
 
 
+def test_a_lock_that_is_completed_while_it_is_read_is_in_use(tmp_path, monkeypatch):
+    claim = acquire_lock(tmp_path / "lock")
+    content, read = claim.path.read_text(), locks.heartbeat
+    claim.path.write_text("")
+
+    def complete(path):
+        monkeypatch.setattr(locks, "heartbeat", read)
+        claim.path.write_text(content)
+        return read(path)
+
+    monkeypatch.setattr(locks, "heartbeat", complete)
+    with pytest.raises(FolderInUse):
+        acquire_lock(tmp_path / "lock", timeout=0.1)
+
+
 @pytest.mark.parametrize("lock_name", ["2.released", "2.held", "9.held"])
 def test_a_late_claim_yields(tmp_path, monkeypatch, lock_name):
     """Another run takes number 2 or 3 between the read of number 1 as released and the creation of number 2."""

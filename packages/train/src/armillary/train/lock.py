@@ -72,8 +72,16 @@ class Holder:
     def read(cls, path: Path) -> Holder | None:
         """Returns the holder in a lock's file; None if the file does not exist or is incomplete."""
         try:
-            return TypeAdapter(cls).validate_json(read_file(path), strict=True)
+            return cls.of(read_file(path))
         except (FileNotFoundError, ValueError):
+            return None
+
+    @classmethod
+    def of(cls, content: bytes) -> Holder | None:
+        """Returns the holder in the content of a lock's file; None if it is incomplete."""
+        try:
+            return TypeAdapter(cls).validate_json(content, strict=True)
+        except ValueError:
             return None
 
     def is_running(self) -> bool | None:
@@ -194,7 +202,10 @@ def newest(folder: Path) -> tuple[int, bool]:
 
 def check_dead(path: Path, timeout: float, say: Callable[[str], None]) -> None:
     """Raises FolderInUse if the holder of the lock file `path` is alive; returns if it has ended or has released it."""
-    holder, last_heartbeat = Holder.read(path), heartbeat(path)
+    # One read for both: a file that is complete only at a second one would be that of an unknown run, without a
+    # heartbeat until the next.
+    last_heartbeat = heartbeat(path)
+    holder = None if last_heartbeat is None else Holder.of(last_heartbeat[1])
     # On this machine the process table tells whether the holder is alive. For a holder on another machine, `is_running`
     # returns None, and its heartbeats tell.
     is_alive = None if holder is None else holder.is_running()
