@@ -140,7 +140,8 @@ def unstated_types(face: str, names: dict[str, griffe.Object]) -> Iterator[str]:
         name = symbol["name"]
         if any(name == target or name.startswith(f"{target}.") for target in targets):
             for diagnostic in symbol["diagnostics"]:
-                if diagnostic["severity"] == "error":
+                # What a base class states is known: an override need not repeat it.
+                if diagnostic["severity"] == "error" and "base class override" not in diagnostic["message"]:
                     yield f"{name}: {' '.join(diagnostic['message'].split())}"
 
 
