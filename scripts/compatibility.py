@@ -55,7 +55,7 @@ def main() -> None:
         # uv must not run in the workspace, whose settings pin torch, but pytest must.
         pytest = ["bash", "-c", 'cd "$0" && exec python -m pytest "$@"', str(ROOT), f"--junitxml={folder}/results.xml"]
         code = run(folder, [*pytest, *tests], options.python)
-        if options.record:
+        if options.record and (folder / "results.xml").exists():  # otherwise no test ran
             record(folder, options.python, " ".join(tests) or "all", code)
     sys.exit(code)
 
