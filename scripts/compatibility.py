@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable, help="version or path (default: this one)")
     parser.add_argument("--first-run", action="store_true", help="run the trainer instead of tests")
     parser.add_argument("--record", action="store_true", help="write the result into docs/compatibility.md")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     packages = [Package.read(path.parent) for path in sorted((ROOT / "packages").glob("*/pyproject.toml"))]
     tests = options.tests or (() if options.torch == "pinned" else TESTED)
     with tempfile.TemporaryDirectory() as name:

@@ -1,5 +1,6 @@
 """Flight records of gloo, and of a backend that torch records through a hook like NCCL."""
 
+import sys
 from datetime import timedelta
 from typing import Any, cast
 
@@ -52,6 +53,7 @@ def flight_records() -> tuple[list[str], dict[str, int]]:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="only torch 2.15 records backends that are not in its source")
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="torch crashes as it attaches its recorder to a Python backend")
 def test_every_backend_is_read_from_its_own_recorder(worlds):
     for backends, counts in worlds(2).run(flight_records):
         assert {"gloo", "hooked-class"} <= set(backends)

@@ -252,7 +252,7 @@ EXPORT = [
     ("run out", "give the folder of"),
     ("run out --dtype int8", "'int8'"),
     ("run out --pretrained none", "--pretrained none: "),
-    ("a\0b out", "embedded null byte"),
+    ("a\0b out", "embedded null"),
     ("none out", "none: manifest.json"),
     ("manifest-empty out", "manifest-empty: "),
     ("run-damaged/checkpoint/step-1 out", "step-1: file rank-1.safetensors has 7 "),
