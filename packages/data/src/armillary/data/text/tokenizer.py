@@ -154,7 +154,9 @@ class TextTokenizer:
         # 2. The library's tokenizer.
         self._inner = build(settings, names)
         self.vocab_size = max(cast(dict[str, int], self._inner.get_vocab(with_added_tokens=True)).values()) + 1
-        self.end_of_document, *self._begin = (cast(int, self._inner.token_to_id(name)) for name in names)
+        ids = [cast(int, self._inner.token_to_id(name)) for name in names]
+        self.end_of_document: int = ids[0]
+        self._begin = ids[1:]
         self._dtype = np.dtype(np.min_scalar_type(self.vocab_size - 1))
         # 3. A mask [V] of the special tokens, which `encode` must not produce from text. Text may produce the token for
         # unknown words; Unigram models record its id, other models its name.
