@@ -29,7 +29,7 @@ from armillary.attention.methods.token_ring import TokenRing
 from armillary.attention.methods.ulysses import Ulysses
 from armillary.attention.methods.upipe import UPipe
 from armillary.attention.methods.wallfacer import Placement, WallFacer, fitting_teams
-from armillary.attention.tiling.latents import LatentSizes
+from armillary.attention.tiling.latents import TokenSizes
 from armillary.core import SequenceLayout
 
 
@@ -220,7 +220,7 @@ class NamedMethod:
         heads, stage_keys = split_heads(work.key_heads, ulysses), head.stage_keys(work.key_heads, ulysses)
         nodes = ring if sequence.sends_keys else 1
         transfers = KeyTransfers(heads, nodes, stage_keys, head.key_sends, rotates_latents)
-        sizes = LatentSizes(work.head_dim + work.value_dim, sum(work.latent), work.e, work.a)
+        sizes = TokenSizes(work.head_dim + work.value_dim, sum(work.latent), work.e, work.a)
         return work if sequence.takes_latents and transfers.latents_pay(sizes) else replace(work, latent=None)
 
     def layout(self, length: int, ring: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:

@@ -39,7 +39,7 @@ from armillary.attention.call.spec import (
 )
 from armillary.attention.call.validation import check_call, expanded_shapes
 from armillary.attention.kernels import KERNELS
-from armillary.attention.tiling.latents import Expansion, LatentSizes
+from armillary.attention.tiling.latents import Expansion, TokenSizes
 from armillary.core import SequenceLayout, accumulation_dtype
 from armillary.core.parts import compat, object_of, own_memory, phase, pivot, register
 
@@ -443,10 +443,8 @@ def sends_latents(method: AttentionMethod, tensors: Sequence[Tensor], key_heads:
     Args:
         tensors: q, rotary keys, latents and the weight of their expansion.
     """
-    q, k, v, weight = tensors
-    head, sent = q.shape[3] + weight.shape[1] - (q.shape[3] - k.shape[3]), k.shape[3] + v.shape[3]
-    sizes = LatentSizes(head, sent, q.dtype.itemsize, accumulation_dtype(q.dtype).itemsize)
-    return method.sends_latents(key_heads, sizes)
+    q, k, _, weight = tensors
+    return method.sends_latents(key_heads, TokenSizes.of(weight.shape, k.shape[3], q.dtype))
 
 
 def sent_projections(
@@ -460,8 +458,7 @@ def sent_projections(
     latents = latents_of_projections(projections)
     if latents is None:
         return projections
-    (_, rows, rank), rotary_dim, dtype = latents.expansion().shape, latents.rotary_dim, projected_dtype(x)
-    sizes = LatentSizes(rows + rotary_dim, rank + rotary_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
+    sizes = TokenSizes.of(latents.expansion().shape, latents.rotary_dim, projected_dtype(x))
     return latents if method.sends_latents(key_heads, sizes) else projections
 
 

@@ -20,7 +20,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.attention_mask import BoundedCache
 from armillary.attention.tiling.block import BlockAttention, Shards, head_runs, kernel_calls
 from armillary.attention.tiling.grid import CachesDerived, Grid, grid_of
-from armillary.attention.tiling.latents import Expansion, LatentSizes
+from armillary.attention.tiling.latents import Expansion, TokenSizes
 from armillary.core import Axis, SequenceLayout, TokenRanges
 from armillary.core.parts import register
 
@@ -252,7 +252,7 @@ class AttentionMethod(ABC):
         """
         return self.forward(q, k, v, spec) if expansion is None else self.forward(q, k, v, spec, expansion)
 
-    def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
+    def latents_pay(self, key_heads: tuple[int, ...], sizes: TokenSizes) -> bool:
         """Returns True if the method sends fewer bytes with latents than with expanded keys. Equal on every rank.
 
         Args:
@@ -267,7 +267,7 @@ class AttentionMethod(ABC):
         """
         return None
 
-    def sends_latents(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
+    def sends_latents(self, key_heads: tuple[int, ...], sizes: TokenSizes) -> bool:
         """Returns True if the method sends latents: `send_latents`, or by default if they pay."""
         choice = self.latents_pay(key_heads, sizes) if self.send_latents is None else self.send_latents
         return self.takes_latents and choice

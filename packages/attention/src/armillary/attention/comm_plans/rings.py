@@ -80,8 +80,10 @@ class AllGatherPlan(SequencePlan):
         heads = len(work.key_heads)
         pairs = tuple(heads * sum(work.grid.pairs(r, s, work.batch) for s in ranks) for r in ranks)
         # Latents are expanded shard by shard.
-        seen = (sum(n for s, n in enumerate(tokens) if work.grid.pairs(r, s, work.batch)) for r in ranks)
-        attend = Step(pairs=pairs, blocks=tuple((r, 0) for r in ranks), expanded=tuple(map(work.expanded, seen)))
+        visible_tokens = (sum(n for s, n in enumerate(tokens) if work.grid.pairs(r, s, work.batch)) for r in ranks)
+        attend = Step(
+            pairs=pairs, blocks=tuple((r, 0) for r in ranks), expanded=tuple(map(work.expanded, visible_tokens))
+        )
         return CommPlan(steps(gather, attend), steps(gather, attend, scatter), key_shards=(tuple(ranks),))
 
     def forward_memory(self, x: Sizes, ranks: int) -> float:

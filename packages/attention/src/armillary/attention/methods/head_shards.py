@@ -18,7 +18,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
-from armillary.attention.tiling.latents import LatentSizes
+from armillary.attention.tiling.latents import TokenSizes
 from armillary.core import SequenceLayout
 from armillary.core.parts import integer
 
@@ -87,7 +87,7 @@ class KeyTransfers(NamedTuple):
     key_sends: int = 1
     rotates_latents: bool = False
 
-    def latents_pay(self, sizes: LatentSizes) -> bool:
+    def latents_pay(self, sizes: TokenSizes) -> bool:
         """Returns True if latents have fewer bytes than expanded keys."""
         ranks, nodes, e, a = len(self.heads.keys), self.nodes, sizes.element, sizes.accumulated
         # Bytes of forward and backward, for a token of each of the U ranks. On the head axis gradients are sent as sums

@@ -20,7 +20,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method, check_inner
 from armillary.attention.methods.head_shards import HeadShards, KeyTransfers, check_heads, split_heads
 from armillary.attention.methods.local import Local
-from armillary.attention.tiling.latents import Expansion, LatentSizes, value_dim
+from armillary.attention.tiling.latents import Expansion, TokenSizes, value_dim
 from armillary.core import Axis, SequenceLayout, accumulation_dtype, start_head_to_seq, start_seq_to_head
 from armillary.core.parts import Side
 
@@ -74,7 +74,7 @@ class HeadMethod(Method):
     key_sends: int = 1
     """How often the axis sends keys: in forward, and again in backward unless their head shards are saved."""
 
-    def latents_pay(self, key_heads: tuple[int, ...], sizes: LatentSizes) -> bool:
+    def latents_pay(self, key_heads: tuple[int, ...], sizes: TokenSizes) -> bool:
         heads = split_heads(key_heads, self.axis.size)
         nodes = self.inner.sequence_shards if self.inner.sends_keys else 1
         stage_keys, rotates_latents = self._stage_keys(key_heads), self.latent_ring is not None

@@ -76,7 +76,7 @@ class Expansion:
         return drotary, torch.matmul(grads, self.weight.flatten(0, 1)).unsqueeze(2).to(dtype)
 
 
-class LatentSizes(NamedTuple):
+class TokenSizes(NamedTuple):
     """Numbers that travel for a token, by which a method chooses what it sends.
 
     Args:
@@ -89,6 +89,12 @@ class LatentSizes(NamedTuple):
     sent: int
     element: int
     accumulated: int
+
+    @classmethod
+    def of(cls, weight: torch.Size, rotary_dim: int, dtype: torch.dtype) -> TokenSizes:
+        """Returns the numbers for an expansion with a weight of shape [K, D - Dr + Dv, L], and rotary keys of Dr."""
+        _, rows, rank = weight
+        return cls(rows + rotary_dim, rank + rotary_dim, dtype.itemsize, accumulation_dtype(dtype).itemsize)
 
 
 def value_dim(v: Tensor, expansion: Expansion | None) -> int:
