@@ -102,7 +102,7 @@ class LabelTally:
 
 @dataclass
 class Observation:
-    """What one rank saw of a step. Numbers and texts only: all ranks gather them.
+    """The observations of a step on one rank, as numbers and texts, which all ranks gather.
 
     Args:
         peers: global ranks that share this rank's rows.

@@ -87,7 +87,9 @@ class Proof:
         self.tokens = batch if isinstance(batch, ShardTokens) else None
         if isinstance(batch, CheckBatch) and positions is not None:
             self.tokens = ShardTokens.of(batch, positions.flatten().cpu())
-        self.seen = Observation(self.peers, batch.length if isinstance(batch, ShardTokens) else batch.ids.shape[1])
+        self.observation = Observation(
+            self.peers, batch.length if isinstance(batch, ShardTokens) else batch.ids.shape[1]
+        )
         # The first ids and position ids that reach modules, and this rank's part of the head's gradient.
         self.ids: Tensor | None = None
         self.position_ids: Tensor | None = None
@@ -100,10 +102,10 @@ class Proof:
     def __enter__(self) -> Self:
         parts, embedding = self.parts, self.parts.embedding
         if any(p.grad is not None for p in self.model.parameters()):
-            self.seen.reasons[HEAD] = "gradients were accumulated before the step"
+            self.observation.reasons[HEAD] = "gradients were accumulated before the step"
         scales = embedding is not None and type(embedding).forward is not nn.Embedding.forward
         if parts.tied and scales and not hasattr(embedding, "embed_scale"):
-            self.seen.reasons[HEAD] = "its weight is also that of an embedding of an unknown kind"
+            self.observation.reasons[HEAD] = "its weight is also that of an embedding of an unknown kind"
         self._hook(self.model, self._see_model)
         for name, module in parts.embeddings.items():
             if module is embedding:
@@ -143,7 +145,7 @@ class Proof:
     def _see_layer(self, inputs: dict[str, Any], output: Any) -> None:
         x = first_tensor(output)
         if x is not None and x.ndim == 3:
-            self.seen.layer_tokens = max(self.seen.layer_tokens or 0, compat.local_part(x).shape[1])
+            self.observation.layer_tokens = max(self.observation.layer_tokens or 0, compat.local_part(x).shape[1])
         self._see_positions(inputs)
 
     def _see_model(self, inputs: dict[str, Any], output: Any) -> None:
@@ -167,7 +169,7 @@ class Proof:
 
     def _tally_logits(self, logits: Tensor, gradient: Tensor) -> None:
         labels = self._labels(logits)
-        if labels is not None and self.seen.labels is None:
+        if labels is not None and self.observation.labels is None:
             direction, losses = cross_entropy(logits.flatten(0, 1), labels)
             self._tally(direction, gradient, labels, losses, of_logits=True)
 
@@ -175,21 +177,22 @@ class Proof:
         self, direction: Tensor, gradient: Tensor, labels: Tensor, losses: Tensor, of_logits: bool = False
     ) -> Tensor:
         tally, weights = tally_labels(direction, gradient.detach().flatten(0, 1), labels, losses, of_logits)
-        self.seen.labels = self.seen.labels or tally
-        self.seen.dtype = max(self.seen.dtype, gradient.dtype, key=tolerance)
+        self.observation.labels = self.observation.labels or tally
+        self.observation.dtype = max(self.observation.dtype, gradient.dtype, key=tolerance)
         return weights
 
     def _labels(self, x: Tensor) -> Tensor | None:
         """Returns the labels [B T] of logits or hidden states; None if they have other tokens."""
-        known = self.tokens is not None and self.tokens.labels.shape == x.shape[:2]
-        return self.tokens.labels.flatten().to(x.device) if self.tokens is not None and known else None
+        if self.tokens is None or self.tokens.labels.shape != x.shape[:2]:
+            return None
+        return self.tokens.labels.flatten().to(x.device)
 
     def _see_head(self, inputs: dict[str, Any], output: Any) -> None:
         hidden = next(iter(inputs.values()))
         if self.loss_in_head:
             return
         if not isinstance(output, Tensor) or compat.is_dtensor(output) or output.ndim != 3:
-            self.seen.reasons[HEAD] = "the head does not return logits [B, T, V]"
+            self.observation.reasons[HEAD] = "the head does not return logits [B, T, V]"
         elif output.requires_grad:
             output.register_hook(partial(self._add_head, hidden.detach().flatten(0, 1)))
             # Also without logits in the model's output, or with a copy of them that the loss does not use. The hook of
@@ -207,7 +210,7 @@ class Proof:
             expected = labels.flatten() if self.loss_in_head else self._labels(hidden)
             self.loss_in_head = True
             if compat.is_dtensor(weight) or expected is None:
-                self.seen.reasons[HEAD] = "its weight or the tokens are sharded over another axis"
+                self.observation.reasons[HEAD] = "its weight or the tokens are sharded over another axis"
             elif hidden.requires_grad:
                 self._watch_hidden(hidden, weight.detach(), expected)
             return function(hidden, weight, labels=labels, **options)
@@ -261,52 +264,55 @@ class Proof:
         return VerifyReport(judge(self.gather(loss)))
 
     def gather(self, loss: Tensor | float | None = None) -> list[Observation]:
-        seen = self.seen
+        observation = self.observation
         # Beside ranks with other rows, the loss may be the mean over their labels too.
         if loss is not None and len(self.peers) == dist.get_world_size():
-            seen.reported_loss = float(_full(loss))
+            observation.reported_loss = float(_full(loss))
         if self.tokens is None:
             reason = "the embedding was not observed, or its ids are those of no common layout: give positions"
-            seen.reasons |= dict.fromkeys(("share of tokens", "positions", "labels", "loss"), reason)
+            observation.reasons |= dict.fromkeys(("share of tokens", "positions", "labels", "loss"), reason)
         else:
             self._compare_tokens(self.tokens)
         self._see_gradients()
         gathered: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, seen)
+        dist.all_gather_object(gathered, observation)
         return gathered
 
     def _compare_tokens(self, tokens: ShardTokens) -> None:
         """Compares the ids and position ids that reached modules with those of this rank's tokens."""
-        seen, local = self.seen, tokens.positions.long()
-        seen.tokens, seen.labelled = len(local), tokens.labelled
-        seen.position_sums = (int(local.sum()) % MODULUS, int(local.square().sum()) % MODULUS)
+        observation, local = self.observation, tokens.positions.long()
+        observation.tokens, observation.labelled = len(local), tokens.labelled
+        observation.position_sums = (int(local.sum()) % MODULUS, int(local.square().sum()) % MODULUS)
         if self.ids is not None:
             # If their number differs, all tokens count as wrong.
             same_shape, expected = self.ids.shape == tokens.ids.shape, tokens.ids.to(self.ids.device)
-            seen.wrong_ids = int((self.ids != expected).sum()) if same_shape else self.ids.numel()
+            observation.wrong_ids = int((self.ids != expected).sum()) if same_shape else self.ids.numel()
         ids, rows = self.position_ids, tokens.position_ids.cpu()
         if ids is not None and ids.shape[1] == len(local) and (len(ids) == 1 or len(rows) in (1, len(ids))):
             offsets = [ids - expected for expected in (rows, local)]
-            seen.position_offsets = [(int(x.min()), int(x.max())) for x in offsets]
+            observation.position_offsets = [(int(x.min()), int(x.max())) for x in offsets]
             own = torch.arange(len(local))
-            seen.positions_restart = torch.equal(ids[0], own) and not torch.equal(local, own)
+            observation.positions_restart = torch.equal(ids[0], own) and not torch.equal(local, own)
 
     @torch.no_grad()
     def _see_gradients(self) -> None:
-        seen, head = self.seen, self.parts.weight
+        observation, head = self.observation, self.parts.weight
         for name, parameter in trainable(self.model):
             gradient = None if parameter.grad is None else compat.local_part(parameter.grad)
             norm = 0.0 if gradient is None else float(gradient.norm(dtype=torch.float64))
             if not norm:
-                seen.unused.append(name)
+                observation.unused.append(name)
             if gradient is not None:
-                seen.gradients[name + _place(parameter)] = (norm, float(gradient.sum(dtype=torch.float64)))
-                seen.dtype = max(seen.dtype, gradient.dtype, key=tolerance)
+                observation.gradients[name + _place(parameter)] = (norm, float(gradient.sum(dtype=torch.float64)))
+                observation.dtype = max(observation.dtype, gradient.dtype, key=tolerance)
         if head is None or head.grad is None or self.head_sum is None:
-            seen.reasons.setdefault(HEAD, "the model's head was not found or not called, or has no gradient")
-        elif HEAD not in seen.reasons:
-            seen.head_gradient, seen.head_norm = _project(head.grad).tolist(), float(_full(head.grad.norm()))
-            seen.head_sum = self.head_sum.tolist()
+            observation.reasons.setdefault(HEAD, "the model's head was not found or not called, or has no gradient")
+        elif HEAD not in observation.reasons:
+            observation.head_gradient, observation.head_norm = (
+                _project(head.grad).tolist(),
+                float(_full(head.grad.norm())),
+            )
+            observation.head_sum = self.head_sum.tolist()
 
 
 verifying = Proof

@@ -138,7 +138,7 @@ def _judge(
     groups: Sequence[Sequence[dict[str, dict[str, Any]]]], kinds: dict[str, LayerKind], coarse: bool
 ) -> tuple[Fact, ...]:
     crossed, broken, silent = list[str](), list[str](), list[str]()
-    seen: dict[str, dict[str, int]] = {key: {} for key in HIDDEN}
+    tokens_reached: dict[str, dict[str, int]] = {key: {} for key in HIDDEN}
     for ranks in groups:
         for name, kind in kinds.items():
             reach = [x[name] for x in ranks if name in x]
@@ -150,7 +150,7 @@ def _judge(
             lost = not all(required) if kind.known else pieces != sorted(pieces, reverse=True)
             mixes = any(near) if near else any(pieces)
             (broken if pieces and mixes and lost else crossed if any(pieces) else silent).append(name)
-            for key, counts in seen.items():
+            for key, counts in tokens_reached.items():
                 if numbers := [x[key] for x in reach if x[key] is not None]:
                     counts[name] = counts.get(name, 0) + sum(numbers)
     crossing = Fact(CROSSING, Verdict.NOT_OBSERVED, f"no change reaches another token: {list_names(silent)}")
@@ -160,9 +160,9 @@ def _judge(
         crossing = Fact(CROSSING, Verdict.RIGHT, list_names(sorted(set(crossed))))
     facts = [crossing]
     for key, (mistake, reason) in HIDDEN.items():
-        wrong = [f"{name} at {count} tokens" for name, count in seen[key].items() if count]
-        verdict = Verdict.WRONG if wrong else Verdict.RIGHT if seen[key] else Verdict.NOT_OBSERVED
-        detail = f"{mistake}: {list_names(wrong)}" if wrong else list_names([*seen[key]]) or reason
+        wrong = [f"{name} at {count} tokens" for name, count in tokens_reached[key].items() if count]
+        verdict = Verdict.WRONG if wrong else Verdict.RIGHT if tokens_reached[key] else Verdict.NOT_OBSERVED
+        detail = f"{mistake}: {list_names(wrong)}" if wrong else list_names([*tokens_reached[key]]) or reason
         facts.append(Fact(key, verdict, detail))
     return tuple(facts)
 

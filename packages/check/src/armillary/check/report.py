@@ -1,4 +1,4 @@
-"""What `armillary-check --report` prints, to be pasted into an issue.
+"""The text of `armillary-check --report`, to be pasted into an issue.
 
 It has only versions, the kind of machine, mesh, method, mask, layout, and the bytes that each rank sends. Paths, names
 of hosts and users, environment variables and data are not read.
