@@ -13,7 +13,7 @@ from armillary.core.parts import check_bool, integer, number, read_json
 from armillary.models import LatentSizes, LlamaConfig
 
 LATENT_TYPES = "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3", "mistral4"
-"""Values of `model_type`."""
+"""Values of `model_type` that the trainer does not read."""
 
 
 def latent_sizes(fields: Mapping[str, Any]) -> LatentSizes:
@@ -40,7 +40,7 @@ def latent_model(name: str) -> LlamaConfig | None:
     Raises:
         ValueError: a size is missing or wrong, a layer has experts or a state, or attention has biases.
     """
-    if not has_latents(name):
+    if trainer_reads(name):
         return None
     fields = read_fields(name)
     check_layers(fields)
@@ -65,9 +65,9 @@ def latent_model(name: str) -> LlamaConfig | None:
     )
 
 
-def has_latents(name: str) -> bool:
-    """Returns True if a model is a folder, or `config.json`, of `LATENT_TYPES`, which the trainer does not read."""
-    return Path(name).exists() and read_fields(name).get("model_type") in LATENT_TYPES
+def trainer_reads(name: str) -> bool:
+    """Returns False if a model is a folder, or `config.json`, of `LATENT_TYPES`."""
+    return not Path(name).exists() or read_fields(name).get("model_type") not in LATENT_TYPES
 
 
 def read_fields(name: str) -> Mapping[str, Any]:

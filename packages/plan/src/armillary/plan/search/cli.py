@@ -25,7 +25,7 @@ from armillary.data.console import (
 )
 from armillary.models import LlamaConfig
 from armillary.plan.arguments import is_hybrid, model_size
-from armillary.plan.latent_models import has_latents
+from armillary.plan.latent_models import trainer_reads
 from armillary.plan.memory.room import advice, policy_text
 from armillary.plan.search.search import NEEDED, Choice, SearchOptions, SearchResult, best_of, search
 from armillary.plan.search.trainer_config import command_line, write_choice
@@ -92,7 +92,7 @@ def as_dict(result: SearchResult) -> dict[str, Any]:
                 "device": choice.memory.device,
                 "host": choice.memory.host,
                 "reason": None if choice.fits and choice is result.fitting[0] else result.reason(choice),
-                "command": None if has_latents(result.options.model) else command_line(result, choice),
+                "command": command_line(result, choice) if trainer_reads(result.options.model) else None,
             }
             for choice in result.choices
         ],
@@ -127,10 +127,10 @@ def show(result: SearchResult) -> None:
         print("\nthe best with each layout\n")
         print_table(STATE_LAYOUTS, layout_rows(result))
     print(f"\n{summary_of_hidden_choices(result)}\n")
-    if has_latents(result.options.model):
-        print(f"armillary-train does not read {result.options.model}; transformers train it, with ContextParallel")
-    else:
+    if trainer_reads(result.options.model):
         print(command_line(result, best[0], result.options.out))
+    else:
+        print(f"armillary-train does not read {result.options.model}; transformers train it, with ContextParallel")
 
 
 def heading(result: SearchResult) -> list[str]:

@@ -24,7 +24,7 @@ from armillary.plan.arguments import (
     model_of,
 )
 from armillary.plan.cluster import Cluster
-from armillary.plan.latent_models import has_latents
+from armillary.plan.latent_models import trainer_reads
 from armillary.plan.memory import Estimate, Job
 from armillary.plan.memory.room import HOST_RESERVE, POLICIES, RESERVE, Room, fit_policy
 from armillary.plan.search.candidates import (
@@ -172,7 +172,7 @@ def search(options: SearchOptions, progress: Callable[[int, int], None] = lambda
     check_methods(options.attention)
     cluster, length, rows = cluster_of(options.cluster), amount(options, "tokens"), options.rows
     model = model_of(options.model, length)
-    if options.out is not None and has_latents(options.model):
+    if options.out is not None and not trainer_reads(options.model):
         raise ValueError(f"--out {options.out}: armillary-train does not read --model {options.model}; leave it out")
     room = Room.of(cluster, amount(options, "reserve", byte_quantity), amount(options, "host_reserve", byte_quantity))
     documents = None
