@@ -2,6 +2,7 @@
 
 import ast
 import runpy
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,16 @@ mutate = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/mutate.py")))
 MUTATIONS = mutate.load(mutate.MUTATIONS)
 
 
+@cache
+def unchanged(path):
+    return ast.unparse(ast.parse(path.read_text()))
+
+
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_mutation_changes_one_place_and_names_existing_tests(mutation):
     path = mutation.locate(ROOT)
     changed = mutation.apply(path)
-    assert changed != ast.unparse(ast.parse(path.read_text()))
+    assert changed != unchanged(path)
     compile(changed, path.name, "exec")
     assert mutation.breaks
     assert (ROOT / "packages" / mutation.package / "tests").is_dir()
