@@ -1,7 +1,8 @@
 """Tests the packages with another Python or another release of torch, and records the result.
 
-Everything else has its pinned version. uv downloads what its cache lacks, for a new release of torch about 3 GB, and
-keeps the environment in its cache. Exits with pytest's exit code, or with 1 if the first run failed.
+Everything else has its pinned version; with `lowest`, what packages require has its lowest version. uv downloads what
+its cache lacks, for a new release of torch about 3 GB, and keeps the environment in its cache. Exits with pytest's exit
+code, or with 1 if the first run failed.
 
     uv run python scripts/compatibility.py lowest                       # tests of core, attention, states and train
     uv run python scripts/compatibility.py 2.13 packages/core           # tests of one package, or of any path
@@ -27,8 +28,8 @@ from release import Package, torch_requirement, with_those_below
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/compatibility.md"
 TESTED = ("packages/core", "packages/attention", "packages/states", "packages/train")
-OF_TORCH = re.compile(r"(torch|triton|setuptools|nvidia-[\w-]+|cuda-[\w-]+)==")
-"""Pins of torch and of packages whose versions each release of torch prescribes."""
+PRESCRIBED = re.compile(r"(torch|triton|setuptools|nvidia-[\w-]+|cuda-[\w-]+|pydantic-core)==")
+"""Pins of torch and of packages whose versions each release of torch, or of pydantic, prescribes."""
 LAUNCHER = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "armillary.train")
 FIRST_RUN = (*LAUNCHER, "--train.steps", "6", "--save.every", "2", "--data.sequence-length", "256")
 
@@ -36,7 +37,7 @@ FIRST_RUN = (*LAUNCHER, "--train.steps", "6", "--save.every", "2", "--data.seque
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "torch", help="'pinned', a minor release, such as 2.13, or 'lowest': the lowest that armillary-train allows"
+        "torch", help="'pinned', a minor release, such as 2.13, or 'lowest', which armillary-train allows"
     )
     parser.add_argument(
         "tests", nargs="*", metavar="TEST", help=f"what pytest runs (default: all if pinned, else {' '.join(TESTED)})"
@@ -61,17 +62,25 @@ def main() -> None:
 
 
 def write_requirements(folder: Path, torch: str, packages: list[Package], with_tools: bool) -> None:
-    """Writes requirements.txt and pins.txt: armillary-train and the packages below it, or all; the tools of tests."""
+    """Writes requirements.txt, pins.txt and uv.toml: armillary-train and those below it, or all; the tools of tests."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     pins: list[str] = settings["tool"]["uv"]["constraint-dependencies"]
     (train,) = (package for package in packages if package.folder.name == "train")
     requirement, chosen = "torch", packages
     if torch != "pinned":
-        pins = [pin for pin in pins if not OF_TORCH.match(pin)]
+        pins = [pin for pin in pins if not PRESCRIBED.match(pin)]
         requirement = torch_requirement(train, packages, "lowest") if torch == "lowest" else f"torch=={torch}.*"
         chosen = with_those_below(train, packages)
+    groups = settings["dependency-groups"]
+    tools = [line for line in groups["dev"] if isinstance(line, str)]
+    if torch == "lowest":
+        required = {re.split(r"[^\w-]", line)[0] for package in chosen for line in package.project["dependencies"]}
+        pins = [pin for pin in pins if pin.partition("==")[0] not in required]
+        (folder / "uv.toml").write_text('resolution = "lowest-direct"\n')
+    else:
+        tools += groups["hosts"]  # these require newer versions than our packages do
     lines = ["-c pins.txt", requirement, *(f"-e {package.folder}" for package in chosen)]
-    lines += settings["dependency-groups"]["dev"] if with_tools else []
+    lines += tools if with_tools else []
     (folder / "pins.txt").write_text("\n".join(pins))
     (folder / "requirements.txt").write_text("\n".join(lines))
 
