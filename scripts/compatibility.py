@@ -4,7 +4,7 @@ Everything else has its pinned version; with `lowest`, what packages require has
 its cache lacks, for a new release of torch about 3 GB, and keeps the environment in its cache. Exits with pytest's exit
 code, or with 1 if the first run failed.
 
-    uv run python scripts/compatibility.py lowest                       # tests of core, attention, states and train
+    uv run python scripts/compatibility.py lowest                       # tests of train and all packages below
     uv run python scripts/compatibility.py 2.13 packages/core           # tests of one package, or of any path
     uv run python scripts/compatibility.py pinned --python 3.13 --record  # all tests; writes docs/compatibility.md
     uv run python scripts/compatibility.py lowest --first-run           # trains on two ranks, in half a minute
@@ -27,7 +27,7 @@ from release import Package, torch_requirement, with_those_below
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/compatibility.md"
-TESTED = ("packages/core", "packages/attention", "packages/states", "packages/train")
+TESTED = tuple(f"packages/{name}" for name in ("core", "attention", "states", "data", "models", "train"))
 PRESCRIBED = re.compile(r"(torch|triton|setuptools|nvidia-[\w-]+|cuda-[\w-]+|pydantic-core)==")
 """Pins of torch and of packages whose versions each release of torch, or of pydantic, prescribes."""
 LAUNCHER = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "armillary.train")

@@ -12,7 +12,7 @@ or keys and values.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, cast
 
 import torch
@@ -66,7 +66,7 @@ class LatentHeadProjections(HeadProjections):
         """Returns projections to the latents; None if `value` is more than a weight (hooks, adapters, quantization)."""
         if module_key(self.value) is None or cast(Any, self.value).bias is not None:
             return None
-        return RotaryKeysAndLatents(**vars(self))
+        return RotaryKeysAndLatents(**{field.name: getattr(self, field.name) for field in fields(self)})
 
     def cache_key(self) -> Hashable | None:
         cache_key = super().cache_key()
