@@ -6,11 +6,11 @@ rank, to the byte, and the planner predicts time from it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import product, zip_longest
+from itertools import zip_longest
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -121,17 +121,19 @@ class CommPlan:
         """
         for name, value, choices in (("kind", kind, KINDS), ("phase", phase, PHASES), ("axis", axis, get_args(Role))):
             check_choice(name, choices[0] if value is None else value, choices)
-        counted = product([kind] if kind else KINDS, [phase] if phase else PHASES, [axis] if axis else get_args(Role))
-        return sum(self._bytes_sent[rank, *key] for key in counted)
+        counted = self._bytes_sent.get(rank, {}).items()
+        wanted = (kind, phase, axis)
+        return sum(size for labels, size in counted if all(a in (None, b) for a, b in zip(wanted, labels, strict=True)))
 
     @cached_property
-    def _bytes_sent(self) -> Counter[tuple[int, str, str, str]]:
-        sent_bytes = Counter[tuple[int, str, str, str]]()
+    def _bytes_sent(self) -> dict[int, Counter[tuple[str, str, str]]]:
+        """Bytes of each rank by kind, phase and axis."""
+        sent_bytes = defaultdict[int, Counter[tuple[str, str, str]]](Counter)
         for phase, phase_steps in (("forward", self.forward), ("backward", self.backward)):
             moves = Counter(move for step in phase_steps for move in (*step.moves, *step.later_moves))
             for step_move, times in moves.items():  # the stages of UPipe repeat their moves
                 for source, _, size in step_move.sends:
-                    sent_bytes[source, step_move.kind, phase, step_move.axis] += times * size
+                    sent_bytes[source][step_move.kind, phase, step_move.axis] += times * size
         return sent_bytes
 
 
@@ -335,7 +337,7 @@ def side_by_side(groups: Sequence[tuple[Steps, Sequence[int]]], total: int) -> S
     Args:
         groups: (steps, ranks) of each group. Its rank r is rank `ranks[r]` of the result, of `total` ranks.
     """
-    ranks_of = [ranks for _, ranks in groups]
+    ranks_of = [list(ranks) for _, ranks in groups]
 
     def join_moves(group_moves: Iterable[Sequence[Move]]) -> tuple[Move, ...]:
         # Joins moves of the same kind, axis and tensors: the first ones of all groups, then the second ones, and so on.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -51,6 +52,7 @@ def main(argv: Sequence[str], program: str) -> bool:
     options = parse(argv, SearchOptions, program)
     if options.plot is not None:
         check_picture(options.plot, "--plot")
+    gc.freeze()  # torch's millions of objects, which garbage collections during the search would visit: a quarter of it
     with Bar(quiet=options.json) as bar:
         result = search(options, partial(bar.show, "meshes and methods"))
     if result.fitting and options.out is not None:

@@ -7,9 +7,10 @@ starts. `all_gather_seconds` is the time of NCCL's all-gathers of parameters.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from math import lcm
 from typing import NamedTuple
 
@@ -153,17 +154,19 @@ def timed_exchanges(
 ) -> dict[tuple[Moves, Moves], tuple[TimedSends, TimedSends]]:
     """Timing of the (moves, later moves) of different steps in a group, while all `copies` groups send the same."""
     exchanges, ranks = list(exchanges), cluster.ranks // copies
-    # 1. The sends of all steps in one array, with ranks of the group. Row 2 i has the moves of step i, 2 i + 1 the
-    # later moves.
-    rows = [
-        (2 * i + is_later, *send)
+    # 1. The sends of all steps in one array, with ranks of the group. `exchange` is 2 i for the moves of step i, and
+    # 2 i + 1 for its later moves.
+    sends_of = [
+        (2 * i + is_later, sends_by_round(move))
         for i, step_moves in enumerate(exchanges)
         for is_later, moves in enumerate(step_moves)
         for move in moves
-        for send in sends_by_round(move)
-        if send.bytes and send.source != send.target
     ]
-    exchange, source, target, size = np.array(rows, np.int64).reshape(-1, 4).T
+    numbers = chain.from_iterable(chain.from_iterable(sends for _, sends in sends_of))
+    source, target, size = np.fromiter(numbers, np.int64).reshape(-1, 3).T
+    exchange = np.repeat(np.array([i for i, _ in sends_of], np.int64), [len(sends) for _, sends in sends_of])
+    sent = (source != target) & (size > 0)
+    exchange, source, target, size = exchange[sent], source[sent], target[sent], size[sent]
     # 2. Consecutive ranges of stride * ranks ranks hold `stride` interleaved groups each. A group has every `stride`-th
     # rank from its first one on. Ranges that fill whole nodes send nothing to other ranges, and all look the same from
     # the network, so only the first of these are timed.
@@ -175,11 +178,12 @@ def timed_exchanges(
     # flight during the moves of a step.
     timed = deliveries(cluster.levels, sends.reshape(-1, 3), np.tile(exchange // 2, len(firsts)))
     # 3. A send may cross nodes in one group and not in another, so each send takes as long as in its slowest group.
-    slowest = np.argmax(timed.seconds.reshape(len(firsts), -1), axis=0) * len(rows) + np.arange(len(rows))
+    slowest = np.argmax(timed.seconds.reshape(len(firsts), -1), axis=0) * len(size) + np.arange(len(size))
     delays = [collective_delays(moves, cluster, stride) for moves, _ in exchanges]
     seconds, sending = timed.seconds[slowest], timed.sending[slowest]
     if any(delays):
-        seconds = seconds + [delays[i // 2].get((a, b), 0.0) for i, a, b, _ in rows]
+        ends = zip((exchange // 2).tolist(), source.tolist(), target.tolist(), strict=True)
+        seconds = seconds + [delays[i].get((a, b), 0.0) for i, a, b in ends]
     disturbs = np.array([level.link.disturbs for level in cluster.levels])[timed.level[slowest]]
     bounds = np.searchsorted(exchange, np.arange(2 * len(exchanges) + 1)).tolist()
     parts = [
@@ -189,14 +193,16 @@ def timed_exchanges(
     return dict(zip(exchanges, zip(parts[::2], parts[1::2], strict=True), strict=True))
 
 
-def sends_by_round(move: Move) -> Iterator[Send]:
-    """Yields the sends of a move. A plan has one send for all rounds of an all-gather; this yields one per round."""
+def sends_by_round(move: Move) -> Sequence[Send]:
+    """Returns the sends of a move. A plan has one send for all rounds of an all-gather; here each round has its own."""
     if move.kind != "all_gather":
-        yield from move.sends
-        return
-    for send in move.sends:
-        rounds = ring_peers(move, send.source)
-        yield from [send._replace(bytes=send.bytes // rounds)] * rounds
+        return move.sends
+    rounds = rounds_of(move)
+    return [
+        Send(source, target, size // rounds[source])
+        for source, target, size in move.sends
+        for _ in range(rounds[source])
+    ]
 
 
 def collective_delays(moves: Iterable[Move], cluster: Cluster, stride: int = 1) -> Mapping[Ends, float]:
@@ -213,8 +219,9 @@ def collective_delays(moves: Iterable[Move], cluster: Cluster, stride: int = 1) 
         if move.kind == "all_gather":
             one_byte = np.column_stack((ends, np.ones_like(sizes)))
             latency = float(deliveries(cluster.levels, one_byte, np.arange(len(ends))).seconds.max())
+            rounds = rounds_of(move)
             for send in move.sends:
-                delays[send.source, send.target] += (ring_peers(move, send.source) - 1) * latency
+                delays[send.source, send.target] += (rounds[send.source] - 1) * latency
         # Two ranks that send to each other may have to take turns: a request for data queues behind a send.
         # The send in the opposite direction waits for a fraction (`Link.turns`) of this one. A rank's sends share its
         # links with each other alone.
@@ -227,13 +234,16 @@ def collective_delays(moves: Iterable[Move], cluster: Cluster, stride: int = 1) 
     return delays
 
 
-def ring_peers(move: Move, rank: int) -> int:
-    """Number of other ranks on the ring of an all-gather. Follows its sends until they return to `rank`."""
-    successors = {send.source: send.target for send in move.sends}
-    count, current = 0, successors[rank]
-    while current != rank:
-        count, current = count + 1, successors[current]
-    return count
+def rounds_of(move: Move) -> dict[int, int]:
+    """Rounds of an all-gather by rank: the number of other ranks on its ring, along which the sends lead."""
+    successors, rounds = {send.source: send.target for send in move.sends}, dict[int, int]()
+    for first in successors:
+        if first not in rounds:
+            ring = [first]
+            while (rank := successors[ring[-1]]) != first:
+                ring.append(rank)
+            rounds |= dict.fromkeys(ring, len(ring) - 1)
+    return rounds
 
 
 @lru_cache(maxsize=1024)
