@@ -5,15 +5,16 @@
     python benchmarks/check_models.py --families bert --update  # only these rows of the report
 
 Each is a tiny random copy on 4 ranks (ring=2, ulysses=2), with packed documents and activation checkpointing.
-`refused`: a ValueError, because the library does not shard this architecture. `not judged`: right, but the copy does
-not exercise a mechanism of the architecture, such as a selection of keys. `failed`: another error. `not built`: no tiny
-copy of it can be made.
+`exercised` are the mechanisms that the copy needs, `without` those of which the result says nothing. `refused`: a
+ValueError, because the library does not shard this architecture. `failed`: another error. `not built`: no tiny copy of
+it can be made. These have their reason, and are counted by it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 import warnings
@@ -25,7 +26,7 @@ import transformers
 from report import RESULTS, write
 from transformers_models import families
 
-from armillary.check import NotJudged, check_architecture, error_line
+from armillary.check import Refused, check_architecture, error_line
 from armillary.check.architecture import document_boundaries
 from armillary.core.testing import RankFailed, Worlds
 
@@ -35,7 +36,7 @@ VARIANTS = ("recompute",)
 
 def outcome(family: str, worlds: Worlds, ring: int = RING, ulysses: int = ULYSSES) -> dict[str, Any]:
     """Returns one row of the report."""
-    started = time.monotonic()
+    started, report, worst = time.monotonic(), None, None
     try:
         report = check_architecture(
             family,
@@ -46,26 +47,55 @@ def outcome(family: str, worlds: Worlds, ring: int = RING, ulysses: int = ULYSSE
             variants=VARIANTS,
             worlds=worlds,
         )
-    except NotJudged as error:
-        verdict, reason, worst = "not judged", str(error), None
+    except Refused as error:
+        verdict, reason = "refused", str(error)
     except ValueError as error:
-        verdict, reason, worst = "not built", str(error), None
+        verdict, reason = "not built", str(error)
     except RankFailed as failure:
-        line = error_line(failure)
-        verdict, reason, worst = "refused" if line.startswith("ValueError") else "failed", line, None
+        reason = error_line(failure)
+        verdict = "refused" if reason.startswith("ValueError") else "failed"
     else:
         comparisons = report.evidence.comparisons.values()
         worst = f"{max(x.error for comparison in comparisons for x in comparison.tensors):.0e}"
         verdict = "right" if report.right else "wrong"
         reason = "; ".join([*map(str, report.diagnoses), *report.notes])
-    seconds = round(time.monotonic() - started, 1)
     return {
         "model type": family,
         "verdict": verdict,
         "largest error": worst,
-        "seconds": seconds,
-        "reason": reason[:150],
+        "exercised": ", ".join(report.exercised) if report else None,
+        "without": ", ".join(report.unexercised) if report else None,
+        "reason": " ".join(reason.split())[:150],
+        "seconds": round(time.monotonic() - started, 1),
     }
+
+
+CAUSES = {
+    "selects keys, or attends to compressed ones": "selects? keys|indexed|compressed|LSH|Sparse",
+    "carries a state, or convolves, without a sharded form": "state along|layers of kind|without attention, within",
+    "computes attention itself": "computes attention itself|attention interface",
+    "takes no position ids": "position_ids",
+    "embeds with other tokens of the sequence": "embeddings depend|gives each token|scales embeddings",
+    "computes with the mask, or has masks of its own": "mask",
+}
+"""Cause -> a pattern of the reasons of refusals; the first that matches counts."""
+
+
+def cause(row: dict[str, Any]) -> str:
+    """Returns what the reason of a refusal is about; of other rows, the reason without the model's names."""
+    if row["verdict"] == "refused":
+        return next((name for name, pattern in CAUSES.items() if re.search(pattern, row["reason"])), "other")
+    return re.sub(r"\b(?:[a-z0-9]+[A-Z]|[A-Z][a-z]+[A-Z0-9])\w*", "...", row["reason"]).partition(":")[2].strip()[:60]
+
+
+def causes(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns a line for each verdict and cause: its number of model types, and their names."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row["verdict"] not in ("right", "wrong"):
+            names.setdefault((row["verdict"], cause(row)), []).append(row["model type"])
+    ordered = sorted(names.items(), key=lambda item: -len(item[1]))
+    return [f"{verdict}, {why}: {len(of_cause)} ({', '.join(of_cause)})" for (verdict, why), of_cause in ordered]
 
 
 def updated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -94,12 +124,13 @@ def main() -> None:
     if options.update or not options.families:
         seconds = [row["seconds"] for row in rows if row["verdict"] in ("right", "wrong")]
         notes = [
-            f"{counts['right']} right, {counts['wrong']} wrong, {counts['not judged']} not judged, {counts['refused']} "
-            f"refused, {counts['not built'] + counts['failed']} without a tiny copy that runs, of {len(rows)}.",
+            f"{counts['right']} right, {counts['wrong']} wrong, {counts['refused']} refused, "
+            f"{counts['not built'] + counts['failed']} without a tiny copy that runs, of {len(rows)}.",
+            f"{sum(bool(row['without']) for row in rows)} of the right ones without a mechanism.",
             f"Seconds of one check: {median(seconds):.0f} in the median, {max(seconds):.0f} at most, "
             "with other work on the machine.",
+            *causes(rows),
         ]
-        rows = [{name: value for name, value in row.items() if name != "reason"} for row in rows]
         write("check", "Checks of Hugging Face architectures", rows, notes, command="python benchmarks/check_models.py")
     sys.exit(bool(counts["wrong"]))
 

@@ -13,9 +13,10 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 from armillary.attention import AttentionMask, AttentionShape, build_comm_plan  # noqa: E402
-from armillary.check import NotJudged, architecture, check_architecture  # noqa: E402
-from armillary.check.architecture import check_mechanisms, document_boundaries  # noqa: E402
+from armillary.check import check_architecture  # noqa: E402
+from armillary.check.architecture import document_boundaries, new_model  # noqa: E402
 from armillary.check.cli import main  # noqa: E402
+from armillary.check.mechanisms import exercised, missing_layers  # noqa: E402
 from armillary.check.tiny import check_size, load_config, model_class, tiny_config  # noqa: E402
 from armillary.core import SequenceLayout  # noqa: E402
 from armillary.integrations import shards_states  # noqa: E402
@@ -92,7 +93,7 @@ def test_copies_of_right_models_are_right(worlds):
     }.items():
         report = check_architecture(model_type, worlds=worlds, **options)
         report.assert_right()
-        assert not report.notes or model_type == "clip_text_model", report.notes
+        assert not report.notes and not report.unexercised or model_type == "clip_text_model", report
 
 
 STATES = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2", "kimi_linear", "olmo_hybrid")
@@ -108,27 +109,55 @@ def test_tiny_copies_have_layers_with_a_state():
         assert any(shards_states(type(module)) for module in model.modules()), model_type
 
 
-def test_a_mechanism_that_a_copy_lacks_or_does_not_need_is_not_judged():
-    sparse = tiny_config(load_config("minimax_m3_vl_text"), 64)
-    check_mechanisms(sparse, 64, every_mechanism=False)
-    with pytest.raises(NotJudged, match="Indexer"):
-        check_mechanisms(sparse, 64, every_mechanism=True)
+def logits(model, ids) -> torch.Tensor:
+    return model(ids, use_cache=False).logits
+
+
+EXERCISED = {
+    "gpt_oss": ("window", "rope scaling", "sinks", "router"),
+    "gemma2": ("window", "softcap"),
+    "gemma3n_text": ("rope by layer", "shared keys"),
+    "llama4_text": ("chunks", "rope by layer", "router"),
+    "deepseek_v3": ("router", "latents"),
+    "qwen3_next": ("states", "router"),
+}
+
+
+@pytest.mark.parametrize("model_type", EXERCISED)
+def test_copies_exercise_the_mechanisms_of_their_architecture(model_type):
+    mechanisms = exercised(tiny_config(load_config(model_type), 64), new_model, logits, 64)
+    assert all(mechanisms.values()) and set(mechanisms) >= {"other shards", "documents", *EXERCISED[model_type]}
+
+
+def test_mechanisms_that_change_nothing_are_not_exercised(tmp_path):
+    config = tiny_config(load_config("gpt_oss"), 64)
+    config.sliding_window, config.rope_parameters = 64, config.rope_parameters | {"factor": 1.0}
+    mechanisms = exercised(config, new_model, logits, 64)
+    assert not mechanisms["window"] and "rope scaling" not in mechanisms and mechanisms["sinks"]
+
+    def with_absent_sinks(config):
+        model = new_model(config)
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.fill_(-1e9)
+        return model
+
+    assert not exercised(config, with_absent_sinks, logits, 64)["sinks"]
+    # A layer of the model's file that no layer of this copy is.
     without_states = transformers.Lfm2Config(num_hidden_layers=2, layer_types=["full_attention"] * 2)
-    with pytest.raises(NotJudged, match="ShortConv"):
-        check_mechanisms(tiny_config(without_states, 64), 64, every_mechanism=True)
-    indexed = tiny_config(load_config("deepseek_v32"), 64)
-    with pytest.raises(NotJudged, match=r"Indexer.*\b64\b"):
-        check_mechanisms(indexed, 64, every_mechanism=False)
-    indexed.index_topk = 7
-    check_mechanisms(indexed, 64, every_mechanism=True)
+    assert [x.__name__ for x in missing_layers(new_model(tiny_config(without_states, 64)))] == ["Lfm2ShortConv"]
 
 
-@pytest.mark.parametrize(("model_type", "code"), [("minimax_m3_vl_text", 2), ("llama", 0)])
-def test_a_right_result_without_the_mechanism_exits_with_2(worlds, capsys, monkeypatch, model_type, code):
-    report = check_architecture("llama", ring=2, tokens=16, variants=(), worlds=worlds)
-    monkeypatch.setattr(architecture, "check_model", lambda *_, **__: report)
-    assert outcome(worlds, model_type) == code
-    assert ("Indexer" in capsys.readouterr().err) == (code == 2)
+def test_a_right_result_names_what_it_does_not_cover(worlds, capsys):
+    assert outcome(worlds, "laguna", "--ring", "2", "--json") == 0  # no layer of its default config has a window
+    report = json.loads(capsys.readouterr().out)
+    assert "window" in report["unexercised"] and {"other shards", "router"} <= set(report["exercised"])
+    assert outcome(worlds, "laguna", "--ring", "2", "--tokens", "16") == 0
+    assert re.search("^RIGHT, without .*window", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_selections_of_keys_are_refused_though_no_default_layer_has_them(worlds, capsys):
+    assert outcome(worlds, "minimax_m3_vl_text") == 2
+    assert "Indexer" in capsys.readouterr().err
 
 
 def test_documents_end_with_the_sequence():

@@ -412,6 +412,10 @@ def set_of(path: str, name: str, value: object) -> Callable[[nn.Module], None]:
     return lambda model: setattr(model.get_submodule(path), name, value)
 
 
+class TopIndexer(nn.Module):
+    pass
+
+
 HYBRID = MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]}
 llama, mistral = partial(call_shard, "LlamaForCausalLM"), partial(call_shard, "MistralForCausalLM")
 bert = partial(call_shard, "BertForMaskedLM", kind="zigzag")
@@ -501,6 +505,10 @@ ON_RANKS: list[tuple[Callable[[], object], str]] = [
     (lambda: zigzag("EsmForMaskedLM", config=PROTEIN), "padding_idx=3"),
     (lambda: zigzag("EsmForMaskedLM", config=PROTEIN | {"token_dropout": True}), "token_dropout=False"),
     (lambda: zigzag("MobileBertForMaskedLM", config=MOBILE), "trigram_input=False"),
+    (
+        lambda: llama(edit=lambda llama: llama.model.layers[1].self_attn.add_module("top", TopIndexer())),
+        "layers.1.self_attn.top (TopIndexer) selects keys",
+    ),
     *(
         (
             lambda name=name: zigzag(f"{name}ForCausalLM", config=DECODER | {"decoder_vocab_size": 64}),

@@ -2,7 +2,7 @@
 
 from importlib.metadata import version
 
-from armillary.check.architecture import NotJudged, check_architecture
+from armillary.check.architecture import Refused, check_architecture
 from armillary.check.diagnose import Diagnosis, Mistake
 from armillary.check.facts import Fact, Verdict, VerifyReport
 from armillary.check.method import MASKS, CheckedTensor, MethodReport, check_method
@@ -20,8 +20,8 @@ __all__ = [
     "MethodReport",
     "Mistake",
     "ModelReport",
-    "NotJudged",
     "Proof",
+    "Refused",
     "ShardTokens",
     "StepOutput",
     "Verdict",

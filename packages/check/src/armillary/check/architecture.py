@@ -1,20 +1,15 @@
 """A check of a Hugging Face architecture: a tiny random copy, with `ContextParallel` on shards and without on one rank.
 
-A right copy does not prove that the architecture is right if it exercises no selection of keys, or no layer with a
-state: a selection that keeps all keys of a short sequence, or that no layer of the copy has, is not judged.
+The report names the mechanisms that the copy exercises, and those that it does not (`mechanisms.py`).
 """
 
 from __future__ import annotations
 
-import re
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
-from inspect import unwrap
 from itertools import pairwise
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,16 +18,19 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from armillary.attention import ContextParallel, build_attention
+from armillary.check.mechanisms import exercised, missing_layers
 from armillary.check.model import ModelReport, check_model
 from armillary.check.step import CheckBatch, StepOutput
 from armillary.check.tiny import VOCABULARY, check_size, describe, load_config, model_class, tiny_config
 from armillary.core.testing import mesh
-from armillary.integrations import shards_states
+from armillary.integrations import selects_keys
 
 WEIGHT_NOISE = 0.1
 """Standard deviation of the noise added to all weights, so that a mistake in weights initialized to 0 or 1 shows."""
-SELECTION = re.compile("Indexer|Compressor|Sparse[A-Za-z]*Attention|LSH")
-"""Matches class names of modules that select the keys of a query (DeepSeek, MiniMax), or compress them."""
+
+
+class Refused(ValueError):
+    """The architecture has layers that context parallelism does not support."""
 
 
 def check_architecture(
@@ -48,8 +46,7 @@ def check_architecture(
 
     Raises:
         ValueError: a model that cannot be found or shrunk; wrong options.
-        NotJudged: the results are right, but the copy has or exercises no selection of keys, or no layer with a state,
-            that the architecture may have.
+        Refused: layers of a model type select keys, and its default config has none of them.
         RankFailed: a rank raised, for example because the model cannot be sharded, died or hung.
     """
     if ring == ulysses == 1:
@@ -60,6 +57,10 @@ def check_architecture(
     tokens = options.get("tokens", 64)
     config = tiny_config(text_config, tokens)
     check_size(config)
+    # Another config of a model type may have more kinds of layers than its defaults.
+    missing = set[type]() if Path(source).exists() else missing_layers(new_model(config))
+    if selecting := _names(layer for layer in missing if selects_keys(layer)):
+        raise Refused(f"{source} has layers that select keys ({', '.join(selecting)}), which cannot be sharded")
     method = method or default_method(ring, ulysses)
     report = check_model(
         partial(on_shards, config, method, ring, ulysses),
@@ -68,11 +69,14 @@ def check_architecture(
         vocabulary=VOCABULARY,
         **options,
     )
-    if report.right:
-        check_mechanisms(config, tokens, every_mechanism=not Path(source).exists())
-    notes = () if text_config is whole_config else (f"of {source}, the text part was checked",)
+    mechanisms = exercised(config, new_model, lambda model, ids: _logits(model(ids, **_cache_option(model))), tokens)
+    if options.get("documents") is None:
+        del mechanisms["documents"]
+    mechanisms |= dict.fromkeys(_names(missing), False)
+    if text_config is not whole_config:
+        mechanisms["images or audio"] = False
     title = f"{describe(config)}\n{method} on ring={ring}, ulysses={ulysses}"
-    return replace(report, title=title, notes=(*report.notes, *notes))
+    return replace(report, title=title, mechanisms=mechanisms)
 
 
 def document_boundaries(tokens: int) -> tuple[int, ...]:
@@ -188,85 +192,5 @@ def _logits(output: Any) -> torch.Tensor:
     return hidden @ torch.randn(hidden.shape[-1], VOCABULARY, generator=generator, dtype=torch.float64).to(hidden.dtype)
 
 
-# Mechanisms that the copy may not exercise.
-
-
-class NotJudged(ValueError):
-    """The result of a copy is right, but a mechanism of the architecture was not exercised."""
-
-
-class SelectionMode(TorchFunctionMode):
-    """Mode that notes the classes of modules that keep fewer entries than there are, by topk."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.running: list[type] = []
-        self.selecting: set[type] = set()
-
-    def start(self, module: nn.Module, _: Any) -> None:
-        self.running.append(type(module))
-
-    def stop(self, *_: Any) -> None:
-        self.running.pop()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self.running and func in (torch.topk, torch.Tensor.topk):
-            count = args[1] if len(args) > 1 else kwargs["k"]
-            dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
-            if count < args[0].shape[dim]:
-                self.selecting.update(self.running)
-        return func(*args, **kwargs)
-
-
-def check_mechanisms(config: Any, tokens: int, *, every_mechanism: bool) -> None:
-    """Checks that the copy of an architecture exercises its selections of keys and its layers with a state.
-
-    Args:
-        tokens: length of the sequence.
-        every_mechanism: True requires each such class of the model's file, as for a model type, whose other configs may
-            have it; False those that the config builds.
-
-    Raises:
-        NotJudged: a class is not built, or its selection keeps all keys of the sequence.
-    """
-    model = new_model(config)
-    # 1. The classes are built.
-    built = {type(module) for module in model.modules()}
-    classes = vars(sys.modules[type(model).__module__]).values() if every_mechanism else built
-    required = {x for x in classes if isinstance(x, type) and issubclass(x, nn.Module) and _is_mechanism(x)}
-    if missing := required - built:
-        raise NotJudged(
-            f"no layer of the default {config.model_type} has {_names(missing)}, so this part of the architecture was "
-            "not checked: give a config.json whose layers have it"
-        )
-    # 2. Modules that select keys keep fewer entries than there are, in a forward pass of the model.
-    selections, mode = {layer for layer in required if _selects(layer)}, SelectionMode()
-    for module in model.modules():
-        if type(module) in selections:
-            module.register_forward_pre_hook(mode.start)
-            module.register_forward_hook(mode.stop)
-    if selections:
-        with torch.no_grad(), mode:
-            model.eval()(torch.randint(3, VOCABULARY, (1, tokens)), use_cache=False)
-    if idle := selections - mode.selecting:
-        raise NotJudged(
-            f"{_names(idle)} keeps all keys of a sequence of {tokens} tokens, so its selection was not checked: give "
-            "more --tokens, or a config.json in which it keeps fewer"
-        )
-
-
-def _names(classes: set[type]) -> str:
-    return ", ".join(sorted(x.__name__ for x in classes))
-
-
-def _is_mechanism(layer: type) -> bool:
-    if hasattr(layer, "get_correct_attn_implementation"):  # a model, such as MiniMaxM3SparseForConditionalGeneration
-        return False
-    selects_itself = "Attention" in layer.__name__ and _selects(layer)  # routers of experts call topk too
-    return SELECTION.search(layer.__name__) is not None or selects_itself or shards_states(layer)
-
-
-def _selects(layer: type) -> bool:
-    methods = [unwrap(x) for x in vars(layer).values() if isinstance(x, FunctionType)]  # without torch.no_grad
-    return any("topk" in method.__code__.co_names for method in methods)
+def _names(classes: Iterable[type]) -> list[str]:
+    return sorted(x.__name__ for x in classes)

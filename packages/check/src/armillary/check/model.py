@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -42,16 +42,27 @@ class ModelReport:
         notes: lines on tensors and variants that were not compared, with the reason.
         seconds: wall time of the check.
         title: lines on the model and the method, above the table.
+        mechanisms: of an architecture: True for those that its copy exercises.
     """
 
     evidence: Evidence
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     title: str = ""
+    mechanisms: Mapping[str, bool] = field(default_factory=dict[str, bool])
 
     @property
     def right(self) -> bool:
         return self.evidence.right
+
+    @property
+    def exercised(self) -> tuple[str, ...]:
+        return tuple(name for name, is_exercised in self.mechanisms.items() if is_exercised)
+
+    @property
+    def unexercised(self) -> tuple[str, ...]:
+        """Mechanisms of the architecture of which the result says nothing."""
+        return tuple(name for name in self.mechanisms if name not in self.exercised)
 
     @property
     def diagnoses(self) -> tuple[Diagnosis, ...]:
@@ -74,6 +85,8 @@ class ModelReport:
             "right": self.right,
             "diagnoses": [{"mistake": x.mistake.name.lower(), "evidence": x.evidence} for x in self.diagnoses],
             "runs": {name: _run_dict(x) for name, x in self.evidence.comparisons.items()},
+            "exercised": list(self.exercised),
+            "unexercised": list(self.unexercised),
             "notes": list(self.notes),
             "seconds": round(self.seconds, 1),
         }
@@ -101,7 +114,11 @@ class ModelReport:
         # 2. The mistakes, and the wrong tokens and parameters of the first wrong run.
         for diagnosis in self.diagnoses:
             lines += [f"WRONG: {diagnosis.mistake}", f"  {diagnosis.evidence}"]
-        lines += ["RIGHT"] if self.right else _wrong_tensors(self.evidence.first_wrong)
+        if self.right:
+            lines += [f"Exercised: {', '.join(self.exercised)}."] if self.exercised else []
+            lines += [f"RIGHT, without {', '.join(self.unexercised)}" if self.unexercised else "RIGHT"]
+        else:
+            lines += _wrong_tensors(self.evidence.first_wrong)
         lines += [f"Note: {note}" for note in self.notes]
         return "\n".join([*lines, f"Not checked: {'; '.join(NOT_CHECKED)}."])
 

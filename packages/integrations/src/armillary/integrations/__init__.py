@@ -5,6 +5,7 @@ from importlib.metadata import version
 from armillary.integrations.accelerate import share_rows
 from armillary.integrations.trainer import ContextParallelTrainer
 from armillary.integrations.transformers.attention import register_transformers
+from armillary.integrations.transformers.models import selects_keys
 from armillary.integrations.transformers.states import shards_states
 from armillary.integrations.trl import (
     ContextParallelDPOTrainer,
@@ -19,6 +20,7 @@ __all__ = [
     "ContextParallelTrainer",
     "__version__",
     "register_transformers",
+    "selects_keys",
     "shards_states",
     "share_rows",
 ]

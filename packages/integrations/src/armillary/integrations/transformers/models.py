@@ -95,6 +95,9 @@ LAYERS = frozenset(
 MIXERS = re.compile("Mamba|Rwkv|RWKV|LSTM|DeltaNet|LinearAttention|ShortConv|RgLru|Hyena|Retention|SSM")
 """Matches class names of modules that mix tokens by a recurrence or a convolution."""
 
+SELECTION = re.compile("Indexer|Compressor|Sparse[A-Za-z]*Attention|LSH")
+"""Matches class names of modules that select the keys of a query (DeepSeek, MiniMax), or compress them."""
+
 MIXING_SETTINGS = {
     "trigram_input": "gives each token the embeddings of its neighbours",  # MobileBERT
     "token_dropout": "scales embeddings by the count of masked tokens",  # ESM
@@ -208,6 +211,10 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
             )
         if shards == 1:
             continue
+        if selects_keys(type(module)):
+            raise ValueError(
+                f"{label} selects keys for each query, among those of each shard only; such a model cannot be sharded"
+            )
         for setting, use in MIXING_SETTINGS.items():
             if getattr(module, setting, False) is True:
                 raise ValueError(f"{label} {use}, within each shard only: set {setting}=False in the config")
@@ -238,6 +245,15 @@ def computes_attention(module: nn.Module) -> bool:
         return False
     names = _names_in_forward(module)
     return INTERFACE not in names and not OWN_ATTENTION.isdisjoint(names)
+
+
+def selects_keys(layer: type) -> bool:
+    """Returns True for a class of modules that let a query see some of the keys, chosen by their scores."""
+    if hasattr(layer, "get_correct_attn_implementation"):  # a model, such as MiniMaxM3SparseForConditionalGeneration
+        return False
+    methods = [unwrap(x) for x in vars(layer).values() if isinstance(x, FunctionType)]  # without torch.no_grad
+    calls_topk = any("topk" in method.__code__.co_names for method in methods)  # as routers of experts do, too
+    return SELECTION.search(layer.__name__) is not None or (calls_topk and "Attention" in layer.__name__)
 
 
 def _is_token_layer(model: nn.Module, name: str) -> bool:
