@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,16 @@ from armillary.attention import ContextParallel, build_attention
 from armillary.check.mechanisms import exercised, missing_layers
 from armillary.check.model import ModelReport, check_model
 from armillary.check.step import CheckBatch, StepOutput
-from armillary.check.tiny import VOCABULARY, check_size, describe, load_config, model_class, tiny_config
+from armillary.check.tiny import (
+    VOCABULARY,
+    build,
+    check_size,
+    describe,
+    load_config,
+    model_class,
+    predicts_next_token,
+    tiny_config,
+)
 from armillary.core.testing import mesh
 from armillary.integrations import selects_keys
 
@@ -30,7 +40,7 @@ WEIGHT_NOISE = 0.1
 
 
 class Refused(ValueError):
-    """The architecture has layers that context parallelism does not support."""
+    """Context parallelism does not support the architecture: its layers, or what it takes instead of tokens."""
 
 
 def check_architecture(
@@ -46,7 +56,7 @@ def check_architecture(
 
     Raises:
         ValueError: a model that cannot be found or shrunk; wrong options.
-        Refused: layers of a model type select keys, and its default config has none of them.
+        Refused: the model takes no token ids; layers of a model type select keys, and its default config has none.
         RankFailed: a rank raised, for example because the model cannot be sharded, died or hung.
     """
     if ring == ulysses == 1:
@@ -54,6 +64,9 @@ def check_architecture(
     # Imports transformers before ranks are started: they are forked, and need not import it again.
     whole_config = load_config(source)
     text_config = whole_config.get_text_config(decoder=True)
+    inputs = list(signature(model_class(text_config).forward).parameters)
+    if "input_ids" not in inputs:
+        raise Refused(f"{source} takes no token ids, but {', '.join(inputs[1:4])}, ...")
     tokens = options.get("tokens", 64)
     config = tiny_config(text_config, tokens)
     check_size(config)
@@ -109,7 +122,7 @@ class InFloat64(TorchFunctionMode):
 def new_model(config: Any) -> nn.Module:
     """Returns the model, with the same weights on every rank and without poolers, which need one token of the row."""
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    model = model_class(config).from_config(config, **options)
+    model = build(config, **options)
     for module in model.modules():
         if type(getattr(module, "pooler", None)).__name__.endswith("Pooler"):
             module.pooler = None
@@ -165,7 +178,7 @@ def on_shards(config: Any, method: str, ring: int, ulysses: int) -> tuple[nn.Mod
     device_mesh = mesh(ring=ring, ulysses=ulysses)
     attend = build_attention(method, device_mesh)
     cp = ContextParallel(attend, device_mesh)
-    is_causal_lm = model_class(config).__name__ == "AutoModelForCausalLM"
+    is_causal_lm = predicts_next_token(config)
 
     def step(model: nn.Module, batch: CheckBatch) -> StepOutput:
         # The check's loss is of the next token, whatever the model's own is.

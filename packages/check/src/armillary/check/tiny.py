@@ -6,7 +6,9 @@ A copy keeps the kinds of layers and the ratio of query to key/value heads; widt
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,10 +20,11 @@ HEAD_DIM, WIDE_HEAD_DIM = 8, 16
 """Head dims. The wide one is for rotary embeddings of a part of each head, or in sections: these need even dims."""
 VOCABULARY = 64
 MAX_LAYERS = 8
-MAX_PARAMETERS = 20_000_000
+MAX_PARAMETERS = 30_000_000
 """A larger copy is an error: its config has a size that no rule below shrinks."""
 
-HIDDEN = ("hidden_size", "d_model", "n_embd", "embedding_size", "lstm_hidden_size")
+HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "lstm_hidden_size")
+HEAD_DIMS = ("head_dim", "d_head", "kv_channels", "d_kv")
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads")
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
@@ -35,11 +38,11 @@ FIXED: Mapping[str, int] = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 32),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
     **dict.fromkeys(("intermediate_size_mlp", "mlp_hidden_size", "hidden_size_per_layer_input"), 16),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "n_words", "entity_vocab_size"), VOCABULARY),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_head_dim"), 16),
-    **dict.fromkeys(("bos_token_id", "eos_token_id"), 1),
-    "pad_token_id": 2,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "blank_token_id"), 1),
+    **dict.fromkeys(("pad_token_id", "audio_pad_token_id"), 2),
 }
 """New values by the name of the field."""
 AT_MOST: Mapping[str, int] = {
@@ -57,7 +60,22 @@ AT_MOST: Mapping[str, int] = {
 """Maximum values by the name of the field."""
 DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter")
 """Parts of the names of fields that are set to 0: shards draw other random numbers than one rank."""
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
+"""Rotary parameters that models have by default, though their configs do not."""
+GLM_SECTIONS = SECTIONS | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 REQUIRED: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"rope_parameters": SECTIONS} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "hunyuan_vl_text")},
+    **{name: {"rope_parameters": GLM_SECTIONS} for name in ("glm4v_text", "glm_image_text", "glm_ocr_text")},
+    "glm4v_moe_text": {"rope_parameters": GLM_SECTIONS},
+    "chameleon": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": PLAIN_ROPE, "sliding_attention": PLAIN_ROPE}},
+    "qwen4_exp_text": {f"indexer_{name}": 8 for name in ("n_heads", "head_dim", "budget", "compress_ratio")}
+    | {"indexer_kv_heads": 1},
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 2, "mask_token_id": 1, "token_dropout": False},
     "xmod": {"default_language": "en_XX"},
     "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1]},
@@ -104,7 +122,7 @@ def tiny_config(config: Any, tokens: int) -> Any:
     for name in ("quantization_config", "auto_map", "architectures", "transformers_version", "dtype", "torch_dtype"):
         fields.pop(name, None)
     # 1. Sizes that depend on nothing else.
-    changes = {name: FIXED[name] for name in _integers(fields, FIXED)}
+    changes = {name: FIXED[name] for name in _integers(fields, FIXED) if fields[name] or name.endswith("_id")}
     changes |= {name: min(fields[name], AT_MOST[name]) for name in _integers(fields, AT_MOST)}
     changes |= {name: min(fields[name], 4) for name in _integers(fields, EXPERTS)}
     changes |= dict.fromkeys(_integers(fields, WINDOWS), max(tokens // 3, 2))
@@ -116,6 +134,10 @@ def tiny_config(config: Any, tokens: int) -> Any:
     changes |= _positions(fields, changes, tokens)
     changes |= _layers(fields, changes)
     fields.pop("model_type", None)
+    for name in getattr(config, "sub_configs", ()):
+        if (part := getattr(config, name, None)) is not None:
+            with suppress(ValueError):  # a part whose sizes depend on each other keeps them, if it is small enough
+                changes[name] = tiny_config(part, tokens).to_dict()
     try:
         return type(config)(**fields | changes)
     except Exception as error:
@@ -136,11 +158,12 @@ def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
         new_key_heads, group_size = 4, 1
     partly_rotary = "partial_rotary_factor" in str(fields) or "rotary_pct" in fields or "mrope_section" in str(fields)
     head_dim, new_heads = WIDE_HEAD_DIM if partly_rotary else HEAD_DIM, new_key_heads * group_size
-    # Configs have several names for each of these sizes.
+    # Configs have several names for each of these sizes. The text part of an encoder-decoder lacks its decoder's.
     sizes = dict.fromkeys((name for name in HIDDEN if name in fields), new_heads * head_dim)
     sizes |= dict.fromkeys((name for name in HEADS if name in fields), new_heads)
-    sizes |= {name: new_key_heads for name in KEY_HEADS if fields.get(name) is not None}
-    sizes |= dict.fromkeys(_integers(fields, ("head_dim", "kv_channels", "d_kv")), head_dim)
+    sizes |= {"decoder_attention_heads": new_heads} if "encoder_attention_heads" in fields else {}
+    sizes |= dict.fromkeys((name for name in KEY_HEADS if name in fields), new_key_heads)  # None: as many as heads
+    sizes |= dict.fromkeys((name for name in HEAD_DIMS if name in fields), head_dim)
     if isinstance(attention_width := fields.get("attention_hidden_size"), int):  # Zamba2's attention is wider
         expand = attention_width // (_first(fields, HIDDEN) or attention_width)
         sizes |= {"attention_hidden_size": expand * new_heads * head_dim, "attention_head_dim": expand * head_dim}
@@ -167,7 +190,7 @@ def _state_heads(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: int) -> dict[str, Any]:
     """Returns maximum lengths and rotary parameters. RoPE scaling starts late in the sequence, beyond some shards."""
-    old_dim, new_dim = _rotated_head_dim(fields), _rotated_head_dim({**fields, **changes})
+    old_dim, new_dim = _head_dim(fields), _head_dim({**fields, **changes})
     ropes = {name: fields[name] for name in ("rope_parameters", "rope_scaling") if isinstance(fields.get(name), dict)}
     start = tokens * 7 // 8
     length = start if "'dynamic'" in str(ropes) else 4 * tokens + 2  # dynamic scaling starts at the maximum length
@@ -176,29 +199,29 @@ def _positions(fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: in
     )
     sizes |= dict.fromkeys(_integers(fields, ("original_max_position_embeddings",)), start)
     sizes |= {name: max(fields[name] * new_dim // old_dim, 2) for name in _integers(fields, ("rotary_dim",))}
-    return sizes | {name: _shrink_rope(rope, new_dim / old_dim, start) for name, rope in ropes.items()}
+    return sizes | {name: _shrink_rope(rope, old_dim, new_dim, start) for name, rope in ropes.items()}
 
 
-def _rotated_head_dim(fields: Mapping[str, Any]) -> int:
+def _head_dim(fields: Mapping[str, Any]) -> int:
     width, heads = _first(fields, HIDDEN) or 1, _first(fields, HEADS) or 1
     return _first(fields, ("qk_rope_head_dim", "head_dim")) or max(width // heads, 1)
 
 
-def _shrink_rope(rope: Mapping[str, Any], ratio: float, start: int) -> dict[str, Any]:
-    """Returns rotary parameters for `ratio` times the rotated dims, with scaling from position `start` on."""
+def _shrink_rope(rope: Mapping[str, Any], old_dim: int, new_dim: int, start: int) -> dict[str, Any]:
+    """Returns rotary parameters for heads of another dim, with scaling from position `start` on."""
     shrunk = dict[str, Any]()
     for name, value in rope.items():
         if isinstance(value, dict):  # one dictionary per kind of layer
-            shrunk[name] = _shrink_rope(cast(dict[str, Any], value), ratio, start)
+            shrunk[name] = _shrink_rope(cast(dict[str, Any], value), old_dim, new_dim, start)
         elif name == "original_max_position_embeddings":
             shrunk[name] = start
         elif name in ("long_factor", "short_factor"):
-            shrunk[name] = value[: max(round(len(value) * ratio), 1)]
+            shrunk[name] = value[: max(round(len(value) * new_dim / old_dim), 1)]
         elif name == "mrope_section":
-            # Sections add up to half of the rotated dims; the first one takes the rounding errors.
-            sections = [max(round(section * ratio), 1) for section in value]
-            sections[0] += round(sum(value) * ratio) - sum(sections)
-            shrunk[name] = sections
+            # Sections add up to half of the rotated dims; the first one takes what the others leave.
+            half = int(new_dim * rope.get("partial_rotary_factor", 1.0) / 2)
+            sections = [max(section * half // sum(value), 1) for section in value]
+            shrunk[name] = [half - sum(sections[1:]), *sections[1:]]
         else:
             shrunk[name] = value
     return shrunk
@@ -268,19 +291,43 @@ def describe(config: Any) -> str:
 
 
 def model_class(config: Any) -> Any:
-    """Returns the Auto class that builds the architecture: causal LM, masked LM, or a model without a head."""
+    """Returns the class that builds the architecture: a causal LM, a masked LM, or a model without a head.
+
+    For the text part of a larger model, which transformers' Auto classes do not know, a class of its file.
+
+    Raises:
+        ValueError: there is none.
+    """
     import transformers
 
-    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return transformers.AutoModelForCausalLM
-    masked = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING
-    return transformers.AutoModelForMaskedLM if masked else transformers.AutoModel
+    mappings = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_MASKED_LM_MAPPING
+    for mapping in (*mappings, transformers.MODEL_MAPPING):
+        if type(config) in mapping:
+            built_by = cast(Any, mapping)[type(config)]
+            return built_by[0] if isinstance(built_by, (list, tuple)) else built_by
+    file = import_module(type(config).__module__.replace("configuration_", "modeling_"))
+    models = [x for x in vars(file).values() if getattr(x, "config_class", None) is type(config)]
+    if not models:
+        raise ValueError(f"transformers has no model for {type(config).__name__}")
+    return min(models, key=lambda model: not model.__name__.endswith("ForCausalLM"))
+
+
+def predicts_next_token(config: Any) -> bool:
+    import transformers
+
+    is_mapped = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return is_mapped or model_class(config).__name__.endswith("ForCausalLM")
+
+
+def build(config: Any, **options: Any) -> Any:
+    """Returns the model of a config, with random weights."""
+    return model_class(config)._from_config(config, **options)  # as the Auto classes do
 
 
 def check_size(config: Any) -> None:
     try:
         with torch.device("meta"):
-            size = sum(p.numel() for p in model_class(config).from_config(config).parameters())
+            size = sum(p.numel() for p in build(config).parameters())
     except Exception as error:
         raise _build_error(config, error) from error
     if size > MAX_PARAMETERS:
