@@ -82,12 +82,14 @@ class Proof:
         positions: Tensor | None = None,
         peers: Sequence[int] | None = None,
     ) -> None:
-        self.model, self.batch, self.parts = model, batch, ModelParts.of(model)
-        self.peers = tuple(range(dist.get_world_size())) if peers is None else tuple(peers)
+        self.model: nn.Module = model
+        self.batch: CheckBatch | ShardTokens = batch
+        self.parts: ModelParts = ModelParts.of(model)
+        self.peers: tuple[int, ...] = tuple(range(dist.get_world_size())) if peers is None else tuple(peers)
         self.tokens = batch if isinstance(batch, ShardTokens) else None
         if isinstance(batch, CheckBatch) and positions is not None:
             self.tokens = ShardTokens.of(batch, positions.flatten().cpu())
-        self.observation = Observation(
+        self.observation: Observation = Observation(
             self.peers, batch.length if isinstance(batch, ShardTokens) else batch.ids.shape[1]
         )
         # The first ids and position ids that reach modules, and this rank's part of the head's gradient.

@@ -44,12 +44,14 @@ class LabelTriples:
             raise ValueError(f"positions and labels must be integers; got {positions.dtype} and {labels.dtype}")
         # Sorted, so that the labels of a chunk of tokens are found by binary search.
         order = torch.argsort(positions, stable=True)
-        self.shape = (int(shape[0]), int(shape[1]))
+        self.shape: tuple[int, int] = (int(shape[0]), int(shape[1]))
         """(B, T)"""
-        self.host_positions = positions.long()[order]
+        self.host_positions: Tensor = positions.long()[order]
         """Copy of the positions, int64 [M] in ascending order, that stays on the CPU."""
-        self.positions, self.labels, self.weights = self.host_positions, labels.long()[order], weights.double()[order]
-        self.largest = int(self.labels.max()) if len(order) else -1
+        self.positions: Tensor = self.host_positions
+        self.labels: Tensor = labels.long()[order]
+        self.weights: Tensor = weights.double()[order]
+        self.largest: int = int(self.labels.max()) if len(order) else -1
         """The largest label; -1 without labels."""
         if not len(order):
             return

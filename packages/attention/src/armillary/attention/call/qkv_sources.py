@@ -7,9 +7,10 @@ stage asks, in forward and again in backward. A method asks its source for all t
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple, Protocol, Self, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -253,7 +254,7 @@ class Projected(QKVSource):
     draws: RNGReplay = field(default_factory=RNGReplay)
 
     def __post_init__(self) -> None:
-        self.autocast = capture_autocast(self.device_type)
+        self.autocast: Callable[[], AbstractContextManager[Any]] = capture_autocast(self.device_type)
 
     @property
     def device_type(self) -> str:

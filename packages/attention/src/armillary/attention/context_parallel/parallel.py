@@ -81,7 +81,7 @@ class ContextParallel:
             raise ValueError(f"data={shared}: rows cannot differ on axes over which the method shards the sequence")
         data_axes = [Axis.of(mesh[name]) for name in data_names] if mesh is not None else []
         self._data_axes = [axis for axis in data_axes if axis.size > 1]
-        self.axes = [*sequence_axes, *self._data_axes]
+        self.axes: list[Axis] = [*sequence_axes, *self._data_axes]
         self.padding_idx: int | None = None
         self._counting_model: str | None = None  # name of the model for which `count_positions_as` set padding_idx
         self._averaging = AveragingCheck(self.axes, mesh)

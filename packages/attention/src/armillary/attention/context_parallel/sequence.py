@@ -39,8 +39,12 @@ class SequenceContext:
         padded: bool = False,
         mask: AttentionMask | None = None,
     ) -> None:
-        self.layout, self.documents, self.padded, self.mask = layout, documents, padded, mask
-        self.used = self.inferred = False
+        self.layout: SequenceLayout | None = layout
+        self.documents: Documents | None = documents
+        self.padded: bool = padded
+        self.mask: AttentionMask | None = mask
+        self.used: bool = False
+        self.inferred = False
         self.ddp_modules: set[DistributedDataParallel] = set()
         self.averaging: AveragingCheck | None = None
 

@@ -42,7 +42,7 @@ class AllGatherKV(Method):
     takes_latents = True
 
     def __init__(self, axis: DeviceMesh) -> None:
-        self.axis = Axis.of(axis)
+        self.axis: Axis = Axis.of(axis)
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 

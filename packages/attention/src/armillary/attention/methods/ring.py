@@ -81,7 +81,7 @@ class Ring(Method):
     def __init__(
         self, axis: DeviceMesh | Axis, backward: Backward = "auto", inner: AttentionMethod | None = None
     ) -> None:
-        self.axis = Axis.of(axis)
+        self.axis: Axis = Axis.of(axis)
         self.backward_side: Backward = check_backward(backward)
         self.inner = inner
         if inner is not None:
@@ -91,7 +91,7 @@ class Ring(Method):
                     f"inner={type(inner).__name__} does not fit inside of a Ring; Ring, TokenRing, AllGatherKV and "
                     "Local do. Put a method on the head axis around it: Ulysses(mesh['ulysses'], inner=Ring(...))"
                 )
-        self.return_axis = self.axis.duplicate()
+        self.return_axis: Axis = self.axis.duplicate()
         self.takes_latents = inner is None or inner.takes_latents
         devices, device = (1, 0) if inner is None else (inner.shards, inner.shard)
         self.shards = self.sequence_shards = self.axis.size * devices

@@ -55,8 +55,8 @@ class TokenRing(Method):
     sends_keys = False
 
     def __init__(self, axis: DeviceMesh) -> None:
-        self.axis = Axis.of(axis)
-        self.return_axis = self.axis.duplicate()
+        self.axis: Axis = Axis.of(axis)
+        self.return_axis: Axis = self.axis.duplicate()
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 

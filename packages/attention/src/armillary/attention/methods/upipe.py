@@ -98,7 +98,8 @@ class UPipe(HeadMethod, StagedMethod):
 
     def _set_options(self, heads_per_stage: int | None, prefetch: bool) -> None:
         count = heads_per_stage if heads_per_stage is None else check_heads_per_stage(heads_per_stage, self.axis.size)
-        self.heads_per_stage, self.prefetch = count, prefetch
+        self.heads_per_stage: int | None = count
+        self.prefetch: bool = prefetch
         self.latent_ring = self.inner.gathering(self.axis) if self.inner.sequence_shards > 1 else None
 
     def forward(

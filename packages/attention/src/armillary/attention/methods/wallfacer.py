@@ -103,12 +103,14 @@ class WallFacer(Method):
         backward: Backward = "auto",
         gather_keys: bool = True,
     ) -> None:
-        self.axis = Axis.of(axis)
-        self.teams = Teams(self.axis.size, team, placement)
-        self.gather_keys = check_bool("gather_keys", gather_keys)
+        self.axis: Axis = Axis.of(axis)
+        self.teams: Teams = Teams(self.axis.size, team, placement)
+        self.gather_keys: bool = check_bool("gather_keys", gather_keys)
+        self.team_index: int
+        self.member: int
         self.team_index, self.member = self.teams.team_and_member(self.axis.rank)
-        self.team_ring = TeamRing(self.axis, self.teams, backward)
-        self.team_axis = self.axis.part(self.teams.team_ranks(self.team_index))
+        self.team_ring: TeamRing = TeamRing(self.axis, self.teams, backward)
+        self.team_axis: Axis = self.axis.part(self.teams.team_ranks(self.team_index))
         self.shards = self.sequence_shards = self.axis.size
         self.shard = self.axis.rank
 

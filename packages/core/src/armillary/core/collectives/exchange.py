@@ -139,7 +139,8 @@ class ReceiveBuffers:
     # after the host has seen that the GPU no longer needs them.
 
     def __init__(self, tensors: Sequence[Tensor], tokens: Sequence[int]) -> None:
-        self.tensors, self.tokens = tensors, list(tokens)
+        self.tensors: Sequence[Tensor] = tensors
+        self.tokens: list[int] = list(tokens)
         # The block of the last step, and the other one.
         self._last: ReceiveMemory | None = None
         self._other: ReceiveMemory | None = None

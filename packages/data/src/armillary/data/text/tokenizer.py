@@ -149,11 +149,12 @@ class TextTokenizer:
             if name is not None and name not in vocabulary:
                 choices = _special_tokens(settings)
                 raise ValueError(f"{argument}={name!r} is not a token of the vocabulary; give {choices}")
-        self.end_name, self.begin_name = end_of_document, begin_of_document
+        self.end_name: str = end_of_document
+        self.begin_name: str | None = begin_of_document
         names = [self.end_name] if begin_of_document is None else [self.end_name, begin_of_document]
         # 2. The library's tokenizer.
         self._inner = build(settings, names)
-        self.vocab_size = max(cast(dict[str, int], self._inner.get_vocab(with_added_tokens=True)).values()) + 1
+        self.vocab_size: int = max(cast(dict[str, int], self._inner.get_vocab(with_added_tokens=True)).values()) + 1
         ids = [cast(int, self._inner.token_to_id(name)) for name in names]
         self.end_of_document: int = ids[0]
         self._begin = ids[1:]
