@@ -37,8 +37,8 @@ from armillary.attention import AttentionMask, ContextParallel, Local, sdpa_para
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, value_errors
 from armillary.integrations import ContextParallelTrainer, register_transformers
-from armillary.integrations.shard_inputs import shard_inputs
 from armillary.integrations.testing import accelerated
+from armillary.integrations.whole_batches import shard_inputs
 
 SHARD = LENGTH // 4
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": PADDING}

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from armillary.attention import ContextParallel, Local, sequence
 from armillary.attention.parts import documents_of_positions
 from armillary.core.testing import mesh, relative_error
-from armillary.integrations.shard_inputs import shard_inputs
 from armillary.integrations.transformers.outputs import predicts_next_token
 from armillary.integrations.transformers.positions import repeats_positions
+from armillary.integrations.whole_batches import shard_inputs
 
 transformers = pytest.importorskip("transformers")
 

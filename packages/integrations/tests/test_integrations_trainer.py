@@ -11,9 +11,9 @@ import torch.distributed as dist
 from armillary.attention import ContextParallel, Local, Ring, Ulysses
 from armillary.core.testing import mesh, relative_error
 from armillary.integrations import ContextParallelTrainer, register_transformers
-from armillary.integrations.shard_inputs import shard_inputs
 from armillary.integrations.testing import accelerated
 from armillary.integrations.trainer import attention_method
+from armillary.integrations.whole_batches import shard_inputs
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

@@ -18,8 +18,8 @@ from armillary.attention import AttentionMask, Local, UPipe
 from armillary.core.testing import relative_error
 from armillary.models import Checkpointing, Llama, LlamaConfig, in_chunks, initialize, linear_token_loss
 from armillary.models.block import Context
-from armillary.models.layers.chunked import TokenFunction
 from armillary.models.layers.rope import RotaryEmbedding
+from armillary.models.layers.token_functions import TokenFunction
 from armillary.models.parts import HeadProjections, Policy
 
 SIZES = {"vocab_size": 50, "dim": 32, "layers": 3, "kv_heads": 2, "heads": 4, "hidden_dim": 48}
@@ -222,7 +222,8 @@ def test_a_parameter_that_is_only_added_gets_its_gradient(policy):
 def test_nothing_is_offloaded_without_a_backward(monkeypatch):
     offloads = []
     monkeypatch.setattr(
-        "armillary.models.activation_checkpoint.checkpoint.OffloadedTensors", lambda *args: offloads.append(args)
+        "armillary.models.activation_checkpoint.checkpointed_block.OffloadedTensors",
+        lambda *args: offloads.append(args),
     )
     model = build(Checkpointing("layer", offload=True), torch.float32)
     with torch.no_grad():

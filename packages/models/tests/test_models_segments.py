@@ -22,8 +22,8 @@ from armillary.models import (
     Llama,
     initialize,
 )
-from armillary.models.activation_checkpoint import checkpoint
-from armillary.models.activation_checkpoint.checkpoint import OnDevice
+from armillary.models.activation_checkpoint import checkpointed_block
+from armillary.models.activation_checkpoint.checkpointed_block import OnDevice
 from armillary.models.activation_checkpoint.offload import OffloadedTensors
 from armillary.models.activation_checkpoint.policy import peak_count, segment_sizes
 from armillary.models.parts import best_input_count
@@ -175,7 +175,7 @@ def test_recomputed_tensors_are_released_at_once(monkeypatch):
             super().__init__(tensors)
             references.extend(map(ref, tensors))
 
-    monkeypatch.setattr(checkpoint, "OnDevice", RecordingOnDevice)
+    monkeypatch.setattr(checkpointed_block, "OnDevice", RecordingOnDevice)
     model, alive = build(replace(LAYER, inputs=2)), list[int]()
     model.model.layers[0].register_full_backward_hook(lambda *_: alive.append(sum(x() is not None for x in references)))
     loss = loss_of(model)

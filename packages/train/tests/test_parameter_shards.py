@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from armillary.core.parts import compat, dtensor
 from armillary.core.testing import mesh
 from armillary.models.parallel import local_part
-from armillary.models.parameters import box_of
+from armillary.models.parameter_shards import box_of
 from armillary.train.checkpoint import LoadPlanner, SavePlanner
 
 ROWS = (1, 3, 5, 8, 9, 17, 22, 33, 257)

@@ -29,7 +29,7 @@ from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
 from armillary.data.text.tokenizer import train_bpe
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
-from armillary.models.parameters import box_of
+from armillary.models.parameter_shards import box_of
 from armillary.models.parts import meta_model, parameter_shapes, parse
 from armillary.train import (
     Config,

@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 from armillary.attention import ContextParallel, Method
 from armillary.attention.parts import gather_tokens, over_all_ranks
 from armillary.integrations.accelerate import RowGroups, share_rows
-from armillary.integrations.shard_inputs import shard_inputs
 from armillary.integrations.transformers.models import methods_of, padding_idx_of, parts_of
 from armillary.integrations.transformers.outputs import ROUTER_LOSS_ERROR, predicts_next_token
+from armillary.integrations.whole_batches import shard_inputs
 
 if TYPE_CHECKING:
     Trainer: Any = object

@@ -19,10 +19,10 @@ from torch import Tensor
 from armillary.attention import ContextParallel
 from armillary.attention.parts import ContextParallelBatch, method_axes, segment_sum, sum_over_axes
 from armillary.integrations.accelerate import RowGroups
-from armillary.integrations.shard_inputs import TOKENS, shard_inputs
 from armillary.integrations.trainer import SharedRowsTrainer, attention_method
 from armillary.integrations.transformers.models import padding_idx_of
 from armillary.integrations.transformers.outputs import scores_row_ends
+from armillary.integrations.whole_batches import TOKENS, shard_inputs
 
 PER_TOKEN = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
 """Outputs of TRL's fused LM head with one value for each token."""

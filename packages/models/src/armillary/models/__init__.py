@@ -10,19 +10,15 @@ from armillary.models.config import GPTConfig, LatentSizes, LlamaConfig, Mixer, 
 from armillary.models.gpt import GPT
 from armillary.models.hub.pretrained import load_pretrained
 from armillary.models.initialization import initialize, pretrained_config
-from armillary.models.layers.chunked import (
-    all_gather_interleaved,
-    in_chunks,
-    interleaved_shard,
-    reduce_scatter_interleaved,
-)
+from armillary.models.layers.interleaved import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
 from armillary.models.layers.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from armillary.models.layers.token_functions import in_chunks
 from armillary.models.llama import Llama
 from armillary.models.sample import Sampling, generate, stream
 
 if TYPE_CHECKING:
-    from armillary.models.loss.linear import linear_token_loss, token_loss
     from armillary.models.loss.predictions import TokenStatistics, linear_argmax, token_logprobs
+    from armillary.models.loss.token_loss import linear_token_loss, token_loss
     from armillary.models.parallel import parallelize, shard_parameters, tensor_parallel
 
 __all__ = [
@@ -64,7 +60,7 @@ __version__ = version("armillary-models")
 
 # Modules that need FSDP2, DTensor or torch.compile, which take as long to import as torch.
 _SLOW_MODULES = {
-    "armillary.models.loss.linear": ("linear_token_loss", "token_loss"),
+    "armillary.models.loss.token_loss": ("linear_token_loss", "token_loss"),
     "armillary.models.loss.predictions": ("TokenStatistics", "linear_argmax", "token_logprobs"),
     "armillary.models.parallel": (
         "parallelize",

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from armillary.attention import AttentionMask, TokenProjections
 from armillary.core import SequenceLayout, label
 from armillary.core.parts import check_local
-from armillary.models.layers.chunked import in_chunks
 from armillary.models.layers.projections import HeadProjections, ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
 from armillary.models.layers.state_mixers import StateMixer
+from armillary.models.layers.token_functions import in_chunks
 
 
 class AttentionFunction(Protocol):

@@ -15,7 +15,7 @@ from armillary.models.block import AttentionFunction
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.gpt import GPT
 from armillary.models.llama import Llama
-from armillary.models.parameters import local_part, plain_name
+from armillary.models.parameter_shards import local_part, plain_name
 
 # Standard deviation of initial linear and embedding weights.
 STD = 0.02

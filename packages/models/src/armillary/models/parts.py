@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from armillary.core.parts import imported_at_first_use
 from armillary.models import hub
-from armillary.models.activation_checkpoint.checkpoint import Keep
+from armillary.models.activation_checkpoint.checkpointed_block import Keep
 from armillary.models.activation_checkpoint.offload import simulated_stream
 from armillary.models.activation_checkpoint.policy import Policy, best_input_count
 from armillary.models.config import one_block
@@ -18,11 +18,11 @@ from armillary.models.layers.projections import HeadProjections
 from armillary.models.layers.state_mixers import STATE_MIXERS, Recurrence
 
 if TYPE_CHECKING:
-    from armillary.models.loss.linear import loss_chunk_tokens
+    from armillary.models.loss.token_loss import loss_chunk_tokens
 
 # Modules that need FSDP2 or torch.compile, which take seconds to import, and their names here.
 _SLOW_NAMES = {
-    "armillary.models.loss.linear": ("loss_chunk_tokens",),
+    "armillary.models.loss.token_loss": ("loss_chunk_tokens",),
 }
 
 __getattr__ = imported_at_first_use(__name__, _SLOW_NAMES)

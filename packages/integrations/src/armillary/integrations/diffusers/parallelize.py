@@ -31,7 +31,7 @@ from armillary.integrations.diffusers.streams import (
     find_modules,
     keep_streams,
 )
-from armillary.integrations.shard_inputs import unequal_values
+from armillary.integrations.whole_batches import unequal_values
 
 Hook = Callable[..., Any]
 

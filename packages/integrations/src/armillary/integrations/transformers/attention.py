@@ -1,8 +1,8 @@
 """Hugging Face transformers: an attention implementation that unmodified models select by name.
 
-`register_transformers` puts our mask function and our attention function into the registries of transformers
-(`implementation.py`), and adds checks and hooks to each model that selects them. `prepare_transformers` does so for one
-model under a name of its own.
+`register_transformers` puts our mask function and our attention function (`mask_and_attention.py`) into the registries
+of transformers, and adds checks and hooks to each model that selects them. `prepare_transformers` does so for one model
+under a name of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import nn
 
 from armillary.attention import ContextParallel, Method
 from armillary.attention.parts import check_method, method_of_implementation
-from armillary.integrations.transformers.implementation import Implementation, StateHook
+from armillary.integrations.transformers.latents import send_latents
+from armillary.integrations.transformers.mask_and_attention import Implementation, StateHook
 from armillary.integrations.transformers.models import (
     check_layers_attend,
     check_model,
@@ -42,7 +43,6 @@ from armillary.integrations.transformers.positions import (
     repeats_positions,
 )
 from armillary.integrations.transformers.states import has_sharded_states, route_states
-from armillary.integrations.transformers.unexpanded_keys import send_latents
 
 MARK = "armillary_checks_sharding"
 """Attribute of the wrapper, so that a second registration does not wrap it again."""

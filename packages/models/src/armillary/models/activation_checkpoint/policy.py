@@ -26,7 +26,7 @@ from typing import Literal
 from torch import nn
 
 from armillary.attention import Method
-from armillary.models.activation_checkpoint.checkpoint import Keep, run_checkpointed, run_tiled
+from armillary.models.activation_checkpoint.checkpointed_block import Keep, run_checkpointed, run_tiled
 from armillary.models.block import Block, Decoder, run_plainly
 
 Policy = Literal["none", "layer", "attention_output"]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from armillary.models import hub
 from armillary.models.block import AttentionFunction
-from armillary.models.parameters import plain_name
+from armillary.models.parameter_shards import plain_name
 
 # Fields in which a model's config may differ from the folder's, to train the model on longer sequences.
 UNCHECKED = ("rope_theta", "rope_scaling", "max_positions", "window", "window_from")

@@ -24,7 +24,7 @@ from armillary.core.parts import is_file_name, read_json
 from armillary.models.config import GPTConfig, LlamaConfig, Mixer, one_block
 from armillary.models.hub.configs import CONFIG
 from armillary.models.hub.safetensors import FLOATS, TensorEntry, open_tensors
-from armillary.models.parameters import Box, local_part
+from armillary.models.parameter_shards import Box, local_part
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

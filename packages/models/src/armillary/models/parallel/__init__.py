@@ -2,7 +2,7 @@
 
 from armillary.models.parallel.parallelize import ZeroStage, begin_micro_batch, parallelize, shard_parameters
 from armillary.models.parallel.tensor_parallelism import tensor_parallel
-from armillary.models.parameters import local_part
+from armillary.models.parameter_shards import local_part
 
 __all__ = [
     "ZeroStage",

@@ -25,7 +25,7 @@ from armillary.core.parts import compat, dtensor
 from armillary.models.block import Block, HeadFunction
 from armillary.models.config import LlamaConfig, Mixer
 from armillary.models.gpt import GPT
-from armillary.models.layers.chunked import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
+from armillary.models.layers.interleaved import all_gather_interleaved, interleaved_shard, reduce_scatter_interleaved
 from armillary.models.layers.projections import ProjectionModule
 from armillary.models.layers.state_mixers import GatedDeltaNet, Mamba2
 from armillary.models.llama import Head, Llama

@@ -4,7 +4,7 @@
     dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
 
 If tensor parallelism shards a dim unevenly, torch's own planners compute wrong offsets for some ranks' chunks
-(`armillary.models.parameters`). On other meshes torch's `DefaultLoadPlanner` can load these checkpoints too.
+(`armillary.models.parameter_shards`). On other meshes torch's `DefaultLoadPlanner` can load these checkpoints too.
 """
 
 from __future__ import annotations

@@ -1,10 +1,4 @@
-"""Token-wise functions in chunks of tokens, so that intermediate results exist for one chunk at a time.
-
-Under tensor parallelism over R ranks, tokens are interleaved: rank r holds tokens r, r + R, r + 2R, ... of T. A chunk
-of consecutive tokens of the sequence, from a multiple of R to another, is a chunk of consecutive tokens on every rank.
-So a function in chunks can gather and reduce one chunk after the other. Every rank has n = ceil(T / R) tokens. If R
-does not divide T, the last token of some ranks is padding, initially zero.
-"""
+"""Token-wise functions in chunks of tokens, so that intermediate results exist for one chunk at a time."""
 
 from __future__ import annotations
 
@@ -12,13 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.parts import GradientSums, RNGReplay, capture_autocast
-from armillary.core import Axis, all_gather, label, reduce_scatter
+from armillary.core import label
 from armillary.core.parts import at_tokens, chunks
 
 # A function from tensors [B, T, ...] to [B, T, E] that computes each token independently. Backward calls it again.
@@ -51,7 +43,7 @@ def in_chunks(
     return cast(Tensor, cast(Any, ChunkedFunction).apply(*call, *inputs, *trained_parameters(module)))
 
 
-def forward(
+def forward_in_chunks(
     function: TokenFunction,
     inputs: Sequence[Tensor],
     draws: RNGReplay,
@@ -62,7 +54,7 @@ def forward(
     """Computes `function(*inputs)`, without autograd, chunk by chunk. `target` is memory for the result."""
     token_count = inputs[0].shape[1]
     for tokens in chunks(token_count, chunk):
-        # `draws` records the state of the random number generators: `backward` draws the same numbers (dropout).
+        # `draws` records the state of the random number generators, so that backward draws the same numbers (dropout).
         with draws.at(tokens.start, inputs[0].device):
             y = function(*(chunk_of(x, tokens, token_count, gathered_ranks) for x in inputs))
         if target is None:
@@ -75,7 +67,7 @@ def forward(
     return target
 
 
-def backward(
+def backward_in_chunks(
     function: TokenFunction,
     inputs: Sequence[Tensor],
     dy: Tensor,
@@ -138,7 +130,7 @@ class ChunkedFunction(torch.autograd.Function):
         ctx.autocast, ctx.draws = capture_autocast(tensors[0].device.type), RNGReplay()
         ctx.save_for_backward(*tensors)
         with ctx.autocast():
-            return forward(function, tensors[:count], ctx.draws, chunk, gathered_ranks=gathered_ranks)
+            return forward_in_chunks(function, tensors[:count], ctx.draws, chunk, gathered_ranks=gathered_ranks)
 
     @staticmethod
     @once_differentiable
@@ -149,45 +141,10 @@ class ChunkedFunction(torch.autograd.Function):
             grads = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs_grad, strict=True)]
         totals = GradientSums(trained_parameters(ctx.module))
         with ctx.autocast():
-            backward(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.restart(), *ctx.chunking)
+            backward_in_chunks(ctx.function, inputs, grad_outputs[0], grads, totals, ctx.draws.restart(), *ctx.chunking)
         return None, None, None, None, None, *grads, *totals.result()
 
 
 def trained_parameters(module: nn.Module) -> list[Tensor]:
     """Returns the module's current parameters that require a gradient. FSDP swaps them between forward and backward."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-# -- interleaved tokens -----------------------------------------------------------------------------------------------
-
-
-def all_gather_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """Gathers the tokens of all ranks: [B, n, ...] -> [B, n R, ...]. Backward is `reduce_scatter_interleaved`.
-
-    Bytes sent: (R - 1) times the bytes of `x`, kind "all_gather"; backward as `reduce_scatter_interleaved`.
-    """
-    return all_gather(x.unsqueeze(2), axis, dim=2).flatten(1, 2)
-
-
-def reduce_scatter_interleaved(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """Sums x over ranks and returns this rank's tokens: [B, T, ...] -> [B, n, ...].
-
-    Backward is `all_gather_interleaved`. Adds in rank order, in float32 or wider.
-
-    Bytes sent: (R - 1) / R times the bytes of the padded `x`, kind "reduce_scatter"; backward as
-    `all_gather_interleaved`.
-    """
-    mesh_axis = Axis.of(axis)
-    return reduce_scatter(pad_to_multiple(x, mesh_axis.size).unflatten(1, (-1, mesh_axis.size)), axis, dim=2).squeeze(2)
-
-
-def interleaved_shard(x: Tensor, axis: DeviceMesh | Axis) -> Tensor:
-    """Returns this rank's tokens [B, n, ...] of x [B, T, ...], which is the same on every rank. No communication."""
-    mesh_axis = Axis.of(axis)
-    return pad_to_multiple(x, mesh_axis.size)[:, mesh_axis.rank :: mesh_axis.size]
-
-
-def pad_to_multiple(x: Tensor, multiple: int, value: float = 0) -> Tensor:
-    """Returns x [B, T, ...], padded with `value` if T is not a multiple of `multiple`."""
-    padding = -x.shape[1] % multiple
-    return F.pad(x, (*[0, 0] * (x.ndim - 2), 0, padding), value=value) if padding else x

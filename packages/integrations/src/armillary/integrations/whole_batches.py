@@ -1,4 +1,4 @@
-"""Whole inputs of a model on ranks that share a sequence: compared between ranks, and sharded.
+"""Whole batches on ranks that share a sequence: compared between ranks, and sharded.
 
 Every rank loads the same rows. `unequal_values` finds inputs that are not the same; `shard_inputs` makes this rank's
 inputs from the batch of a Hugging Face collator. Masks, positions and labels mean the same as in transformers on one

@@ -37,12 +37,12 @@ from armillary.integrations.transformers.documents import (
     known_documents,
     position_ids_of,
 )
+from armillary.integrations.transformers.latents import expansion_of
 from armillary.integrations.transformers.masks import ShardMask, rule_of
 from armillary.integrations.transformers.models import check_layers, check_modules, method_of, padding_idx_of
 from armillary.integrations.transformers.outputs import ROUTER_LOSS_ERROR
 from armillary.integrations.transformers.positions import scale_by_position
 from armillary.integrations.transformers.states import OPTION, StateSequence, has_sharded_states
-from armillary.integrations.transformers.unexpanded_keys import expansion_of
 
 HARMLESS = frozenset(
     {"cache_position", "deterministic", "layer_idx", "max_length_k", "max_length_q", "num_items_in_batch"}

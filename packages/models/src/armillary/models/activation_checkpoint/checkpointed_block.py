@@ -32,10 +32,14 @@ from armillary.core.parts import compat, phase
 from armillary.models.activation_checkpoint.gradient_buffer import writable
 from armillary.models.activation_checkpoint.offload import OffloadedTensors, finish_latest_copy
 from armillary.models.block import Block, Context, attend
-from armillary.models.layers import chunked
-from armillary.models.layers.chunked import trained_parameters
 from armillary.models.layers.projections import ProjectionModule
 from armillary.models.layers.state_mixers import StateMixer
+from armillary.models.layers.token_functions import (
+    backward_in_chunks,
+    forward_in_chunks,
+    in_chunks,
+    trained_parameters,
+)
 
 # A block's input x, or its attention's output: the two tensors out and lse.
 TensorName = Literal["x", "attention_output"]
@@ -54,7 +58,7 @@ def run_tiled(chunk: int | None, block: Block, x: Tensor, context: Context) -> T
     """Runs a block under autograd. The token-wise part saves only its inputs x and out; backward recomputes it."""
     out = attend(block, x, context)
     with label("mlp"):
-        return chunked.in_chunks(block.after_attention, (x, out), block, chunk, block.gathered_ranks)
+        return in_chunks(block.after_attention, (x, out), block, chunk, block.gathered_ranks)
 
 
 def run_checkpointed(
@@ -304,7 +308,7 @@ class BlockRun(ABC):
     def after_attention(self, x: Tensor, out: Tensor, buffer: Tensor | None) -> Tensor:
         """Computes the block's result [B, T, E] in chunks of tokens. `buffer` is memory for it."""
         with label("mlp"):
-            return chunked.forward(
+            return forward_in_chunks(
                 self.block.after_attention, (x, out), self.draws, self.chunk, buffer, self.block.gathered_ranks
             )
 
@@ -317,7 +321,7 @@ class BlockRun(ABC):
         """
         with label("mlp"):
             grads, chunking = (dx if needs_dx else None, dout), (self.chunk, self.block.gathered_ranks)
-            chunked.backward(self.block.after_attention, (x, out), dx, grads, totals, self.draws, *chunking)
+            backward_in_chunks(self.block.after_attention, (x, out), dx, grads, totals, self.draws, *chunking)
 
     @abstractmethod
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -376,7 +380,7 @@ class AttentionRun(BlockRun):
         if self.block.gathered_ranks == 1:  # the projections apply the norm, again for each stage of heads
             return x
         # norm(x) of all ranks' tokens, so that the tokens are gathered only once.
-        normed_x = chunked.forward(
+        normed_x = forward_in_chunks(
             self.block.norm, (x,), RNGReplay(), self.chunk, gathered_ranks=self.block.gathered_ranks
         )
         return normed_x[:, : self.context.tokens]
@@ -426,7 +430,7 @@ class AttentionRun(BlockRun):
                 source = self.source(self.attention_input(x), gathered_dx[:, : self.context.tokens], totals)
                 self.upipe.differentiate(dout, source, out, lse, self.call, source.expansion)
                 norm_dx, chunking = torch.empty_like(dx), (self.chunk, self.block.gathered_ranks)
-                chunked.backward(self.block.norm, (x,), gathered_dx, (norm_dx,), totals, RNGReplay(), *chunking)
+                backward_in_chunks(self.block.norm, (x,), gathered_dx, (norm_dx,), totals, RNGReplay(), *chunking)
                 dx += norm_dx
 
 
