@@ -77,11 +77,6 @@ def test_flops_count_only_visible_pairs():
     assert windowed.flops_per_token(10, rows) == pytest.approx(3 * (2 * WEIGHTS + keys * A_KEY), rel=1e-15)
 
 
-def test_head_dim_follows_from_the_width_by_default():
-    assert DEBUG.head_dim == 16
-    assert replace(DEBUG, head_dim=64).head_dim == 64
-
-
 def test_flops_count_states_and_attention_layers_only():
     attention = replace(HYBRID, mixers=("attention",), states=None)
     without_weights = [

@@ -98,14 +98,6 @@ def test_attention_is_local_by_default():
     assert relative_error(local(ids()[:, order], layout=layout), local(ids())[:, order]) < 1e-12
 
 
-def test_positions_start_at_zero_and_only_distances_matter():
-    model, tokens = build(), ids()
-    logits = model(tokens)
-    assert torch.equal(model(tokens, positions=torch.arange(N)), logits)
-    assert relative_error(model(tokens, positions=torch.arange(N) + 1000), logits) < 1e-10
-    assert relative_error(model(tokens, positions=2 * torch.arange(N)), logits) > 1e-2
-
-
 def test_each_layer_gets_the_layout_and_the_smaller_of_its_window_and_the_masks():
     layout, calls = SequenceLayout.contiguous(N, 1), []
 
@@ -140,13 +132,6 @@ def test_a_tied_head_stays_tied_after_a_move():
     assert model.head_weight is model.model.embed_tokens.weight
     assert "lm_head.weight" not in model.state_dict()
     assert torch.equal(model(ids()), model.model(ids()) @ model.model.embed_tokens.weight.T)
-
-
-def test_a_head_replaces_the_logits():
-    model, tokens = build(), ids()
-    assert torch.equal(model(tokens, head=lambda hidden, weight: hidden), model.model(tokens))
-    loss = model(tokens, head=lambda hidden, weight: token_loss(hidden @ weight.T, tokens)[0])
-    assert loss.item() == pytest.approx(token_loss(model(tokens), tokens)[0].item(), rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
