@@ -105,12 +105,12 @@ def attention_method(model: Any) -> Method:
     return methods[0]
 
 
+# Classes whose `compute_loss` works on shards: with shift_labels and num_items_in_batch it sums over the given tokens.
+# Older releases of these classes do not. The value is a word that only the source of a new `compute_loss` contains.
 SHARDED_LOSSES = {
     "transformers.trainer.Trainer": "num_processes",
     "trl.trainer.sft_trainer.SFTTrainer": "fused_lm_head",
 }
-"""Classes whose `compute_loss` works on shards: with shift_labels and num_items_in_batch it sums over the given tokens.
-Older releases of these classes do not. The value is a word that only the source of a new `compute_loss` contains."""
 
 
 class ContextParallelTrainer(SharedRowsTrainer):
@@ -152,12 +152,13 @@ class ContextParallelTrainer(SharedRowsTrainer):
     """
 
     takes_shards = False
+    label_smoother: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Trainer tells its label smoother to shift the labels of a causal model, but a shard's labels are shifted
         # already.
-        smoother: Any = self.label_smoother
+        smoother = self.label_smoother
         self.label_smoother = smoother and partial(_smooth_without_shift, smoother)
 
     def _refusals(self, cp: ContextParallel) -> Iterator[str]:

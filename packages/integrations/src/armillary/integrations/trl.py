@@ -24,8 +24,8 @@ from armillary.integrations.transformers.models import padding_idx_of
 from armillary.integrations.transformers.outputs import scores_row_ends
 from armillary.integrations.whole_batches import TOKENS, shard_inputs
 
+# Outputs of TRL's fused LM head with one value for each token.
 PER_TOKEN = ("log_probs", "entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
-"""Outputs of TRL's fused LM head with one value for each token."""
 
 
 class ShardedForward:
@@ -249,6 +249,8 @@ class ContextParallelDPOTrainer(_PolicyTrainer):
             precompute_ref_log_probs or an adapter without a ref_model. In a step: different rows on the ranks of a
             group, or an evaluation that returns logits (prediction_loss_only=False).
     """
+
+    ref_model: Any
 
     def _refusals(self, cp: ContextParallel) -> Iterator[str]:
         yield from super()._refusals(cp)

@@ -18,11 +18,11 @@ from torch.utils import _pytree as pytree
 from armillary.attention import ContextParallel, Method
 from armillary.attention.parts import IGNORED, ContextParallelBatch, gather_integers
 
+# Inputs with one value per token, which are sharded.
 TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
-"""Inputs with one value per token, which are sharded."""
 
+# Inputs that describe the documents of a packed row. The model does not get them: `sequence` has the documents.
 PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Inputs that describe the documents of a packed row. The model does not get them: `sequence` has the documents."""
 
 
 def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[ContextParallelBatch, dict[str, Any]]:

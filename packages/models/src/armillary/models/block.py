@@ -53,7 +53,10 @@ class Context:
     def __init__(
         self, tokens: int, rotation: RotaryEmbedding | None, mask: AttentionMask, layout: SequenceLayout | None
     ) -> None:
-        self.tokens, self.rotation, self.mask, self.layout = tokens, rotation, mask, layout
+        self.tokens: int = tokens
+        self.rotation: RotaryEmbedding | None = rotation
+        self.mask: AttentionMask = mask
+        self.layout: SequenceLayout | None = layout
         # A list of at most one `Checkpoint`, which refers to its block. All blocks share the list: a block that runs
         # under an activation checkpointing policy puts its checkpoint there, for the next block.
         self.previous_checkpoint: list[ref[Any]] = []

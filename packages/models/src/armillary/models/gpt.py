@@ -38,7 +38,7 @@ class GPT(Pretrained):
     def __init__(self, config: GPTConfig, attention: AttentionFunction | None = None) -> None:
         super().__init__()
         self.config = config
-        self.transformer = Transformer(config, Local() if attention is None else attention)
+        self.transformer: Transformer = Transformer(config, Local() if attention is None else attention)
 
     def forward(
         self,

@@ -44,9 +44,9 @@ class Llama(Pretrained):
         super().__init__()
         self.config = config
         decoder = LlamaDecoder if config.states is None else HybridDecoder
-        self.model = decoder(config, Local() if attention is None else attention)
+        self.model: LlamaDecoder = decoder(config, Local() if attention is None else attention)
         # A tied head has no module of its own: `to_empty` would make two parameters of one with two names.
-        self.lm_head = None if config.tied_embeddings else Head(config.dim, config.vocab_size)
+        self.lm_head: Head | None = None if config.tied_embeddings else Head(config.dim, config.vocab_size)
 
     def forward(
         self,

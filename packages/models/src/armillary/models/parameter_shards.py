@@ -1,11 +1,4 @@
-"""The slices of a sharded parameter that a rank has, and a parameter's name without the prefixes of wrappers.
-
-FSDP2 shards tensors that tensor parallelism has sharded before, and marks them with a `_StridedShard` on its own mesh
-axis, which is to the left of the tensor-parallel axis. In `distribute_tensor` and in the offsets of distributed
-checkpoints, torch (2.11 to 2.15) applies such placements from left to right. That is wrong if tensor parallelism shards
-unevenly: of 257 rows over 2 ranks and then 4, the last two ranks have 30 and 32, but torch computes 31 and 31.
-`full_tensor()` applies placements as this module does.
-"""
+"""The slices of a sharded parameter that a rank has, and a parameter's name without the prefixes of wrappers."""
 
 from __future__ import annotations
 
@@ -64,6 +57,11 @@ def box_of(
 def cutting_order(dim: int, dims: int, ranks: Sequence[int], placements: Sequence[Placement]) -> list[int]:
     """Returns the mesh axes that cut a dim of a tensor of `dims` dims, in the order in which they cut."""
     order: list[int] = []
+    # FSDP2 shards tensors that tensor parallelism has sharded before, and marks them with a `_StridedShard` on its own
+    # mesh axis, to the left of the tensor-parallel axis. In `distribute_tensor` and in the offsets of distributed
+    # checkpoints, torch (2.11 to 2.15) applies such placements from left to right. That is wrong if tensor parallelism
+    # shards unevenly: of 257 rows over 2 ranks and then 4, the last two ranks have 30 and 32, but torch computes 31 and
+    # 31. `full_tensor()` applies placements as this function does.
     # Axes cut from left to right, except for a strided shard: it cuts after the axes to its right (tensor parallelism)
     # that have cut the dim into `split_factor` parts.
     # From the last mesh axis to the first, each axis is inserted into the order of the axes to its right.

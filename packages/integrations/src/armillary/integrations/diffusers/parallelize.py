@@ -35,11 +35,11 @@ from armillary.integrations.whole_batches import unequal_values
 
 Hook = Callable[..., Any]
 
+# Attribute of every module that `prepare_diffusers` changed. A copy of the model has it too.
 MARK = "armillary_sharded"
-"""Attribute of every module that `prepare_diffusers` changed. A copy of the model has it too."""
 
+# Modules of diffusers.hooks whose hooks do not read activations.
 HARMLESS = ("group_offloading", "layerwise_casting")
-"""Modules of diffusers.hooks whose hooks do not read activations."""
 
 
 def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = True) -> None:

@@ -76,6 +76,7 @@ class Plan:
         )
 
 
+# Plans by the name of diffusers' class.
 PLANS = {
     "FluxTransformer2DModel": Plan(
         attention={
@@ -121,7 +122,6 @@ PLANS = {
         whole_keys=("blocks.*.attn2",),
     ),
 }
-"""Plans by the name of diffusers' class."""
 
 
 def find_modules(model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
@@ -304,8 +304,8 @@ def keep_streams(checkpoint: Callable[..., Any], state: ForwardState) -> Callabl
     return checkpoint_block
 
 
+# Attribute of a checkpointing function that is wrapped already.
 KEEPS_STREAMS = "armillary_keeps_streams"
-"""Attribute of a checkpointing function that is wrapped already."""
 
 
 class _BlockWithStreams:

@@ -44,8 +44,8 @@ from armillary.integrations.transformers.positions import (
 )
 from armillary.integrations.transformers.states import has_sharded_states, route_states
 
+# Attribute of the wrapper, so that a second registration does not wrap it again.
 MARK = "armillary_checks_sharding"
-"""Attribute of the wrapper, so that a second registration does not wrap it again."""
 
 
 def prepare_transformers(model: Any, cp: ContextParallel) -> None:

@@ -2,9 +2,6 @@
 
 Ranks gather these integers, once for all layers and all steps with the same tensor. Every rank then reads whole rows by
 the rules of one device, and raises the same errors.
-
-transformers does not pass a mask function the model, its position ids and its token types. `calling_functions` reads
-them from the stack frames of its callers.
 """
 
 from __future__ import annotations
@@ -36,8 +33,8 @@ POSITIONS_HINT = (
 )
 PADDED_POSITIONS_HINT = "after cp.prepare(model), cp.shard(ids) has position ids that count from padding_idx + 1"
 
+# Models of transformers in which the group of a token is its type.
 TYPE_IS_GROUP = frozenset({"hrm_text"})
-"""Models of transformers in which the group of a token is its type."""
 
 
 class RowReader:
@@ -276,11 +273,11 @@ def _find_numbering(groups: Tensor, callers: Sequence[Caller]) -> tuple[Tensor, 
 
 # Arguments of the functions that call a mask function.
 
+# More calls than there are between a model's forward and a mask function.
 MAX_FRAMES = 12
-"""More calls than there are between a model's forward and a mask function."""
 
+# Python modules of the functions through which `compat.never_traced` calls a function.
 WRAPPERS = ("torch._dynamo.", "torch._compile")
-"""Python modules of the functions through which `compat.never_traced` calls a function."""
 
 
 class Caller(NamedTuple):
@@ -294,6 +291,7 @@ class Caller(NamedTuple):
 
 def calling_functions() -> list[Caller]:
     """Returns the callers of the function that calls this one, innermost first, up to the innermost `nn.Module`."""
+    # transformers does not pass a mask function the model, its position ids and its token types.
     callers: list[Caller] = []
     frame: FrameType | None = currentframe()
     for _ in range(2):  # skips this function and the one that calls it

@@ -13,20 +13,15 @@ from torch import Tensor, nn
 
 from armillary.core.parts import compat
 
+# Name of the layers' method that expands latents.
 EXPAND = "expand_kv"
-"""Name of the layers' method that expands latents."""
 
 
 class UnexpandedKeys:
-    """Replaces `expand_kv` of a layer: returns rotary keys and latents where attention can expand them.
-
-    Args:
-        layer: a layer with `expand_kv` and `kv_b_proj`.
-        implementation: name of the attention implementation that takes latents.
-    """
+    """Replaces `expand_kv` of a layer: returns rotary keys and latents where attention can expand them."""
 
     def __init__(self, layer: Any, implementation: str) -> None:
-        self.layer, self.implementation = layer, implementation
+        self.layer, self.implementation = layer, implementation  # the implementation's name
 
     def __call__(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Returns k_rot [B, 1, S, Dr] and kv_nope [B, 1, S, L]; or the expanded keys and values, as the layer does."""
@@ -35,11 +30,9 @@ class UnexpandedKeys:
         return k_rot, kv_nope
 
     def weight(self) -> Tensor | None:
-        """Returns the expansion [K, D - Dr + Dv, L]; None if attention has to get expanded keys.
-
-        They are expanded if another implementation is selected, and where the projection is more than a product with a
-        plain weight: quantized, with an adapter or hooks, sharded by `tp`, or an FSDP unit of its own.
-        """
+        """Returns the expansion [K, D - Dr + Dv, L]; None if attention has to get expanded keys."""
+        # They are expanded if another implementation is selected, and where the projection is more than a product with
+        # a plain weight: quantized, with an adapter or hooks, sharded by `tp`, or an FSDP unit of its own.
         layer: Any = self.layer
         projection: Any = layer.kv_b_proj
         has_hooks = projection._forward_hooks or projection._forward_pre_hooks

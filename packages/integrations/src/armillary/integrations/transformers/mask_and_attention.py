@@ -2,9 +2,7 @@
 
 A model first creates a mask for each kind of layer, then passes it to every layer of that kind. Our mask function
 returns a `ShardMask` with the layout given to `with sequence(...)` and the documents; layers with a state get both as
-an option (`StateHook`). The mask function communicates, and is never part of a compiled graph, so that layers can be
-compiled. When backward recomputes a layer, in any thread, the layer therefore has the same layout and documents as in
-forward.
+an option (`StateHook`). So a layer that backward recomputes, in any thread, has those of its forward.
 """
 
 from __future__ import annotations
@@ -44,12 +42,12 @@ from armillary.integrations.transformers.outputs import ROUTER_LOSS_ERROR
 from armillary.integrations.transformers.positions import scale_by_position
 from armillary.integrations.transformers.states import OPTION, StateSequence, has_sharded_states
 
+# Options of layers that do not change attention. Only layers with a state use `seq_idx`.
 HARMLESS = frozenset(
     {"cache_position", "deterministic", "layer_idx", "max_length_k", "max_length_q", "num_items_in_batch"}
     | {"output_hidden_states", "output_router_logits", "position_embeddings", "return_dict", "training", "use_cache"}
     | {"seq_idx", "shift_labels", OPTION}
 )
-"""Options of layers that do not change attention. Only layers with a state use `seq_idx`."""
 
 
 class Implementation(ShardedImplementation):
@@ -61,7 +59,7 @@ class Implementation(ShardedImplementation):
         self.first_positions: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         """Maps each checked model to the position id that it gives a document's first token."""
 
-    @compat.never_traced  # it communicates and reads stack frames
+    @compat.never_traced  # it communicates and reads stack frames; layers can still be compiled
     def mask(
         self,
         batch_size: int,

@@ -1,9 +1,6 @@
 """From a mask function of transformers to the mask of a whole sequence, which layers get as a `ShardMask`.
 
-1. `rule_of` reads a mask function as a `Rule`: bands, groups of tokens and chunks. Mask functions are nested closures
-   over (batch, head, query, key) indices: sliding windows, images and chunks, joined by `and` and `or`. Evaluating them
-   on a shard would be wrong, because local indices are not those of the sequence. So each closure is recognized by the
-   name of the function that made it, and its variables are read. Unknown closures are refused.
+1. `rule_of` reads a mask function as a `Rule`: bands, groups of tokens and chunks.
 2. `mask_of` makes the mask of a whole sequence from a rule, its documents and its groups of tokens, such as images;
    `narrow` narrows a user's own mask by a rule.
 3. `ShardMask` goes from the mask function to the layers in place of a mask tensor.
@@ -29,13 +26,13 @@ from armillary.core import SequenceLayout
 from armillary.core.parts import Window
 
 FAR = 2**62
+# (low, high): a query at i sees a key at j if low <= j - i <= high. -FAR and FAR are unbounded.
 Band = tuple[int, int]
-"""(low, high): a query at i sees a key at j if low <= j - i <= high. -FAR and FAR are unbounded."""
 
 EVERYTHING: Band = (-FAR, FAR)
 
+# Maximum number of slices in the mask of one row.
 MAX_SLICES = 2**16
-"""Maximum number of slices in the mask of one row."""
 
 
 class Rule(NamedTuple):
@@ -97,11 +94,14 @@ def rule_of(mask_function: Callable[..., Any] | None) -> Rule:
 
 
 PACKED, PACKED_POSITIONS = "packed_sequence_mask_function", "remap_positions_for_packed_sequence"
+# A mask function of Gemma 3, in the files of several models.
 MODEL_FUNCTION = "_bidirectional_window_overlay"
-"""A mask function of Gemma 3, in the files of several models."""
 
 
 def _read(function: Any) -> Rule:
+    # Mask functions are nested closures over (batch, head, query, key) indices: sliding windows, images and chunks,
+    # joined by `and` and `or`. Evaluating them on a shard would be wrong, because local indices are not those of the
+    # sequence. So each closure is recognized by the name of the function that made it, and its variables are read.
     if function is None:
         raise UnknownMaskError("none")
     name = _maker(function)
@@ -171,6 +171,7 @@ def _window(closure: dict[str, Any]) -> int:
     return window
 
 
+# Functions from a closure's variables to its rule, by the name of the transformers function that made the closure.
 MAKERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "causal_mask_function": lambda closure: _band_rule(-FAR, 0),
     "bidirectional_mask_function": lambda closure: _band_rule(*EVERYTHING, bidirectional=True),
@@ -183,7 +184,6 @@ MAKERS: dict[str, Callable[[dict[str, Any]], Rule]] = {
     "blockwise_overlay": lambda closure: Rule(None, EVERYTHING, groups=closure["block_sequence_ids"]),
     "chunked_overlay": lambda closure: Rule(EVERYTHING, EVERYTHING, chunk=int(closure["chunk_size"])),
 }
-"""Functions from a closure's variables to its rule, by the name of the transformers function that made the closure."""
 
 
 def _intersect(a: Rule, b: Rule) -> Rule:

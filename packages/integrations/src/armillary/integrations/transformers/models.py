@@ -87,37 +87,37 @@ def innermost_model(model: nn.Module, name: str) -> tuple[nn.Module, list[str]]:
 
 # Checks of a model.
 
+# Kinds of layers that mix tokens by attention alone, or not at all.
 LAYERS = frozenset(
     {"attention", "full_attention", "sliding_attention", "chunked_attention"} | {"moe", "sparse", "dense", "mlp"}
 )
-"""Kinds of layers that mix tokens by attention alone, or not at all."""
 
+# Matches class names of modules that mix tokens by a recurrence or a convolution.
 MIXERS = re.compile("Mamba|Rwkv|RWKV|LSTM|DeltaNet|LinearAttention|ShortConv|RgLru|Hyena|Retention|SSM")
-"""Matches class names of modules that mix tokens by a recurrence or a convolution."""
 
+# Matches class names of modules that select the keys of a query (DeepSeek, MiniMax), or compress them.
 SELECTION = re.compile("Indexer|Compressor|Sparse[A-Za-z]*Attention|LSH")
-"""Matches class names of modules that select the keys of a query (DeepSeek, MiniMax), or compress them."""
 
+# Attributes of modules that are True if embeddings depend on other tokens of the sequence, with the reason.
 MIXING_SETTINGS = {
     "trigram_input": "gives each token the embeddings of its neighbours",  # MobileBERT
     "token_dropout": "scales embeddings by the count of masked tokens",  # ESM
 }
-"""Attributes of modules that are True if embeddings depend on other tokens of the sequence, with the reason."""
 
+# Matches class names of modules that compute embeddings of positions.
 POSITION_MODULES = re.compile("Rotary|Position|Sinus")
-"""Matches class names of modules that compute embeddings of positions."""
 
+# Name of the function by which RoBERTa and related models number tokens: from padding_idx + 1, padding left out.
 POSITION_RULE = "create_position_ids_from_input_ids"
-"""Name of the function by which RoBERTa and related models number tokens: from padding_idx + 1, padding left out."""
 
+# The registry in which an attention module of transformers looks up the selected implementation.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-"""The registry in which an attention module of transformers looks up the selected implementation."""
 
+# Functions by which a module computes attention weights itself.
 OWN_ATTENTION = frozenset({"softmax", "scaled_dot_product_attention"})
-"""Functions by which a module computes attention weights itself."""
 
+# Matches class names of modules that attend. Routers of experts call softmax too.
 ATTENTION = re.compile("Attention|Attn")
-"""Matches class names of modules that attend. Routers of experts call softmax too."""
 
 
 def check_model(model: type, config: Any) -> None:

@@ -28,11 +28,11 @@ from armillary.integrations.transformers.models import is_model, method_of, part
 
 # Losses.
 
+# Matches `labels[..., 1:]` in the forward of a model that shifts labels itself.
 SHIFTED_LABELS = re.compile(r"labels\[[^\]]*\b1 ?:")
-"""Matches `labels[..., 1:]` in the forward of a model that shifts labels itself."""
 
+# Attribute of a model whose loss function was called since its last forward, by `checked_loss`.
 LOSS_CHECKED = "armillary_loss_checked"
-"""Attribute of a model whose loss function was called since its last forward, by `checked_loss`."""
 
 ROUTER_LOSS_ERROR = (
     "output_router_logits=True: the routers' auxiliary loss is not linear in the tokens, so losses of shards do not "
@@ -102,12 +102,12 @@ def checked_loss(function: Callable[..., Any], model: Any, /, *args: Any, **kwar
 
 # Scores of a row's last token.
 
+# Variable of transformers' sequence classifiers: the index of the last token of each row that is no padding.
 LAST_TOKEN = "last_non_pad_token"
-"""Variable of transformers' sequence classifiers: the index of the last token of each row that is no padding."""
 
+# Attribute of a classifier's head during a forward, by which `find_row_ends` tells `score_row_ends` where rows end. The
+# head keeps its hook when it is copied.
 ROW_ENDS = "armillary_row_ends"
-"""Attribute of a classifier's head during a forward, by which `find_row_ends` tells `score_row_ends` where rows end.
-The head keeps its hook when it is copied."""
 
 
 def scores_row_ends(model: type) -> bool:

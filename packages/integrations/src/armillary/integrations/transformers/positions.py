@@ -23,11 +23,11 @@ from armillary.attention.parts import find_axes, gather_integers, in_backward
 from armillary.core.parts import compat
 from armillary.integrations.transformers.models import is_model, method_of, sharded_modules, shards_of
 
+# Matches the source of a forward that repeats position ids [B, T] for each axis.
 REPEATS_POSITIONS = re.compile(r"position_ids\.(ndim|dim\(\)) == 2")
-"""Matches the source of a forward that repeats position ids [B, T] for each axis."""
 
+# Matches the start of names of arguments that models of transformers get beside images, videos and sound.
 IMAGE_ARGUMENTS = re.compile("pixel_values|image_|video_|visual_|deepstack_|mm_|input_features")
-"""Matches the start of names of arguments that models of transformers get beside images, videos and sound."""
 
 
 def repeats_positions(model: Any) -> bool:
@@ -95,8 +95,8 @@ def depends_on_last_position(rope: Any) -> bool:
     return any(name in repr(rope) for name in ("dynamic", "longrope"))  # transformers too looks for "dynamic" in a type
 
 
+# Attribute of modules that have their hooks already.
 HOOKED = "armillary_last_position"
-"""Attribute of modules that have their hooks already."""
 
 
 def give_last_position(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

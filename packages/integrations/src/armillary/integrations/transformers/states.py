@@ -1,10 +1,7 @@
 """Layers with a state in models of transformers: Mamba-2, Gated DeltaNet, Kimi's delta attention, short convolutions.
 
 In transformers these layers call module-level functions of their model's file, under the same names in all files.
-`route_states` replaces them by functions that call ours for sharded sequences and the original ones otherwise. Layout
-and documents are passed as an option of the model's forward (`StateSequence`), which a model passes on to all layers. A
-model with a head may not pass it on to its backbone (Mamba2ForCausalLM), so every submodel has a hook that adds it.
-When backward recomputes a layer, in any thread, the layer therefore has the same layout and documents as in forward.
+`route_states` replaces them by functions that call ours for sharded sequences and the original ones otherwise.
 """
 
 from __future__ import annotations
@@ -26,11 +23,12 @@ from armillary.attention.parts import current_sequence
 from armillary.core import Axis, SequenceLayout, short_convolution
 from armillary.states import gated_delta_rule, ssd
 
+# Name of the option of a model's forward that carries the `StateSequence` to its layers. When backward recomputes a
+# layer, in any thread, the layer therefore has the same layout and documents as in forward.
 OPTION = "armillary_sequence"
-"""Name of the option that carries the `StateSequence` from a model to its layers."""
 
+# Kinds of layers, in configs, that carry a state or convolve.
 STATE_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
-"""Kinds of layers, in configs, that carry a state or convolve."""
 
 
 class StateSequence(NamedTuple):
@@ -108,6 +106,8 @@ def _refuse_cache(state: Tensor | None, returns_state: bool) -> None:
         raise ValueError("a sharded sequence has no cache of states: call the model with use_cache=False")
 
 
+# Our function for each function of transformers. A fused function has None: its replacement returns None, as the
+# original does if its kernel is not installed, and the layer then calls the separate functions.
 FUNCTIONS: Mapping[str, Callable[..., Any] | None] = {
     "causal_conv1d_fn": convolve,
     "torch_chunk_gated_delta_rule": delta_rule,
@@ -115,18 +115,16 @@ FUNCTIONS: Mapping[str, Callable[..., Any] | None] = {
     "mamba2_chunk_scan": chunk_scan,
     "mamba2_split_conv1d_scan_combined": None,
 }
-"""Our function for each function of transformers. A fused function has None: its replacement returns None, as the
-original does if its kernel is not installed, and the layer then calls the separate functions."""
 
 
+# Functions that compute one more token from a cache. A sharded sequence has no cache, so they are never called.
 STEPS = frozenset(
     {"causal_conv1d_update", "torch_recurrent_gated_delta_rule", "recurrent_kimi_delta_attention"}
     | {"mamba2_selective_state_update"}
 )
-"""Functions that compute one more token from a cache. A sharded sequence has no cache, so they are never called."""
 
+# Matches names of functions that mix tokens. Names with "mask" are of functions that make masks.
 MIXING = re.compile("^(?!.*mask).*(conv1d|scan|delta|recurren|selective|state_update|linear_attn|retention)")
-"""Matches names of functions that mix tokens. Names with "mask" are of functions that make masks."""
 
 
 def shards_states(layer: type) -> bool:

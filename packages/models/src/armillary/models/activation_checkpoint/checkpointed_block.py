@@ -1,15 +1,7 @@
 """A block under a checkpoint policy: one `autograd.Function` that stores some tensors and recomputes the others.
 
-`run_checkpointed` is a block's `run` under a policy. `Checkpoint` has the tensors that one run of a block stores for
-its backward; a block that does not store its input x recomputes it from the previous block, whose result is x.
-`BlockRun` computes forward, backward and recomputation of a block, with attention (`AttentionRun`) or with a state
-(`StateRun`).
-
-The token-wise parts run in chunks of tokens, q, k and v are computed in stages of heads if the method has stages
-(UPipe), and residuals and gradients are added in place. So only two to four tensors of the size of x [B, T, E] are
-alive at once. Forward: x and out, which the result overwrites; there is a third tensor for the result if out is stored,
-or if out and x differ in size. Backward: x, out, dout, and dy, which dx overwrites. In 16 bits, dx is rounded each time
-that a stage of heads adds to it.
+`run_checkpointed` is a block's `run` under a policy. A `BlockRun` computes forward, backward and recomputation of a
+block, with two to four tensors of the size of x [B, T, E] alive at once. Its `Checkpoint` has the stored tensors.
 """
 
 from __future__ import annotations
@@ -198,10 +190,7 @@ class Checkpoint:
         return x, tensors.get("attention_output") or self.block_run.replay().attend(x)
 
     def result(self, keep_gathered: bool) -> Tensor:
-        """Recomputes the block's result. Stores recomputed inputs and attention outputs for the block's own backward.
-
-        With `keep_gathered`, the block's parameters stay gathered under FSDP2, because its backward comes next.
-        """
+        """Recomputes the block's result. Stores recomputed inputs and attention outputs for its own backward."""
         # 1. x: stored, or the previous block's result. This recurses to the first block of the segment, which stored x.
         new_tensors: dict[TensorName, Sequence[Tensor]] = (
             {} if self._has("x") else {"x": (self._previous_result(keep_gathered=False),)}
@@ -269,7 +258,7 @@ class Gathers(Protocol):
 
 @contextmanager
 def unsharded_parameters(block: Any, keep_gathered: bool) -> Generator[None]:
-    """Context manager that gathers a block's parameters under FSDP2, to recompute the block outside of FSDP's hooks."""
+    # FSDP's hooks gather parameters only around the block's own forward and backward, not around a recomputation.
     if not isinstance(block, Gathers):
         yield
         return
@@ -366,10 +355,7 @@ class AttentionRun(BlockRun):
         return cls(block, context, keep, chunk, prefetch, UPipe.for_method(method), call)
 
     def source(self, x: Tensor, dx: Tensor | None = None, totals: GradientSums | None = None) -> Projected:
-        """Returns the source of q, k and v, which projects x (`attention_input`) for a few heads at a time.
-
-        Backward adds the gradient of x to `dx`, and those of parameters to `totals`.
-        """
+        """Returns the source of q, k and v from `attention_input`. Backward adds to `dx` and `totals`."""
         projections = self.block.projections(self.context, normed=self.block.gathered_ranks > 1)
         projections = sent_projections(self.upipe, x, projections, self.call.key_heads)
         totals = GradientSums() if totals is None else totals
@@ -395,6 +381,8 @@ class AttentionRun(BlockRun):
         # `key_heads` has an entry for each of this rank's query heads. `tokens` counts the padding of gathered tokens.
         heads, tokens = len(self.call.key_heads), x.shape[1] * self.block.gathered_ranks
         width = self.block.gathered_ranks * heads * cast(ProjectionModule, self.block.mixer).value_dim
+        # Two tensors of the size of x are alive: x, and out, which the result overwrites; q, k and v are projected in
+        # stages of heads, and the token-wise part runs in chunks.
         # The result [B, T, E] cannot overwrite out [B, tokens, heads, Dv] if backward needs out, or if their numbers of
         # elements differ.
         if self.keep.attention_output or x.shape[2] != width or tokens != self.context.tokens:
@@ -413,13 +401,15 @@ class AttentionRun(BlockRun):
         out, lse = output
         projections = self.block.projections(self.context, normed=False)
         needs_attention = needs_dx or any(p.requires_grad for p in projections.parameters())
+        # Four tensors of the size of x are alive: x, out, dout, and dy, which dx overwrites.
         # 1. Backward of the token-wise part.
         with label("attention"):
             dout = torch.empty_like(out) if needs_attention else None
         self.differentiate_after_attention(x, out, dx, dout, totals, needs_dx)
         if dout is None:
             return
-        # 2. Backward of attention and of the projections, one stage of heads after the other. Adds to dx.
+        # 2. Backward of attention and of the projections, one stage of heads after the other. Each stage adds to dx,
+        # and so rounds it in 16 bits.
         with label("attention"):
             if self.block.gathered_ranks == 1:
                 source = self.source(x, dx if needs_dx else None, totals)

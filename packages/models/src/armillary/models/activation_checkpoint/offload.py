@@ -1,12 +1,6 @@
 """Offloads the tensors for a layer's backward to host memory, while other layers run.
 
 On CUDA, tensors are copied to pinned memory and back on a side stream; on the CPU they are copied synchronously.
-
-torch's allocator reuses a freed tensor's memory for the next op on the stream that allocated it. With `record_stream`
-it would reuse the memory only after it has seen that the copy on the side stream is finished. But the host runs ahead
-of the GPU: at the next allocation the copy is still queued, so the allocator takes new memory, layer after layer.
-Instead, this module refers to a copy's device tensors until the compute stream waits for the copy, and releases them
-then. Their memory is reused at once, in stream order.
 """
 
 from __future__ import annotations
@@ -34,10 +28,7 @@ class SideStream:
         self.latest_copy: Callable[[], Transfer | None] = lambda: None
 
     def start(self, copy: Callable[[], None]) -> Callable[[], None]:
-        """Runs `copy` after all work queued on the current stream.
-
-        Returns a function that makes the current stream wait for the copy; the host never waits.
-        """
+        """Runs `copy` after all queued work. Returns a function that makes the current stream, not the host, wait."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)  # the kernel that computes the source may still run there
         with torch.cuda.stream(self.stream):
@@ -96,6 +87,11 @@ class Transfer:
     """A copy in flight between host and device. Refers to the device's tensors until `finish` or its own deletion."""
 
     def __init__(self, tensors: Sequence[Tensor], copy: Callable[[], None]) -> None:
+        # torch's allocator reuses a freed tensor's memory for the next op on the stream that allocated it. With
+        # `record_stream` it would reuse the memory only after it has seen that the copy on the side stream is finished.
+        # But the host runs ahead of the GPU: at the next allocation the copy is still queued, so the allocator takes
+        # new memory, layer after layer. A reference that ends when the compute stream waits for the copy lets the
+        # memory be reused at once, in stream order.
         self.tensors, self._wait = tensors, None
         side = side_stream(tensors[0].device)
         if side is None:

@@ -9,12 +9,6 @@ x [B, T, E] is the block's input; out [B, T, H, D] and lse [B, T, H] are attenti
 
 A layer with a state (`armillary.states`) stores only x under "layer" and "attention_output". Storing its output would
 save nothing: its backward needs states and chunks, for which the layer is recomputed from x anyway.
-
-`inputs` and `outputs` reduce the number of blocks that store x, or out and lse. A block that does not store its input
-recomputes it from the previous block. So blocks form segments, in which only the first block stores its input in
-forward. A segment is recomputed when backward reaches its last block; the segment's blocks then keep the recomputed
-tensors until their own backward. By then the later segments have released their tensors. So earlier segments may be
-longer than later ones, at the same peak.
 """
 
 from __future__ import annotations
@@ -141,6 +135,11 @@ class Checkpointing:
 
 
 # -- segments: which blocks store their tensors -----------------------------------------------------------------------
+
+# A block that does not store its input recomputes it from the previous block. So blocks form segments, in which only
+# the first block stores its input in forward. A segment is recomputed when backward reaches its last block; its blocks
+# then keep the recomputed tensors until their own backward. By then the later segments have released their tensors. So
+# earlier segments may be longer than later ones, at the same peak.
 
 
 @lru_cache(maxsize=4096)  # the planner's search repeats few distinct counts

@@ -358,12 +358,7 @@ def read_latent(fields: Mapping[str, Any]) -> LatentSizes:
 
 
 def read_window(kind: str, fields: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
-    """Returns the window, or None, and the first layer that has it.
-
-    Raises:
-        ValueError: a field has another type, `layer_types` are not of all layers, a layer without the window comes
-            after a layer with it, or a layer asks for a window and the file has none.
-    """
+    """Returns the window, or None, and the first layer that has it."""
     window, first_layer = None, 0
     if kind == "mistral" or (kind not in ("llama", LATENT) and fields.get("use_sliding_window")):
         window = fields.get("sliding_window", 4096)
@@ -463,11 +458,7 @@ def llama_family(config: LlamaConfig) -> str:
 
 
 def read_rope(fields: Mapping[str, Any], max_positions: int) -> tuple[float, RopeScaling | None]:
-    """Returns RoPE's theta and scaling (None if there is none) from the fields of a `config.json`.
-
-    Raises:
-        ValueError: the scaling is not supported, or a field is unknown, missing or not a number. The error names it.
-    """
+    """Returns RoPE's theta and scaling (None if there is none) from the fields of a `config.json`."""
     source = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     rope: Any = fields.get(source) or {}
     if not isinstance(rope, dict):
@@ -514,11 +505,7 @@ def scaling(kind: str, options: Mapping[str, Any], fields: Mapping[str, Any], ma
 
 
 def describe_rope(theta: float, rope_scaling: RopeScaling | None) -> dict[str, Any]:
-    """Returns the fields `rope_theta` and `rope_scaling`, which all versions of `transformers` read.
-
-    Raises:
-        ValueError: Hugging Face has no `rope_type` for the scaling.
-    """
+    """Returns the fields `rope_theta` and `rope_scaling`, which all versions of `transformers` read."""
     if rope_scaling is None:
         return {"rope_theta": theta, "rope_scaling": None}
     for kind, scaling_type in SCALINGS.items():

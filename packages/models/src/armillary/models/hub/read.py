@@ -140,12 +140,7 @@ def gpt_file_slice(name: str, shape: tuple[int, ...]) -> FileSlice:
 def read_tensors(
     folder: Path, config: LlamaConfig | GPTConfig, build: Callable[[Any], nn.Module], dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
-    """Reads full parameters to the CPU, in `dtype` or by default the file's dtype.
-
-    Raises:
-        ValueError: a file is missing or broken, or a tensor is missing, unexpected, of another shape or of no dtype of
-            `FLOATS`. The error names the file or tensor.
-    """
+    """Reads full parameters to the CPU, in `dtype` or by default the file's dtype. Errors as in `open_parameters`."""
     tensors: dict[str, Tensor] = {}
     shapes = partial(parameter_shapes, build, config)
     with open_parameters(folder, config, shapes) as read:
@@ -158,11 +153,7 @@ def read_tensors(
 
 @torch.no_grad()
 def fill(folder: Path, config: LlamaConfig | GPTConfig, parameters: Mapping[str, Tensor]) -> None:
-    """Fills each parameter from a folder; of a `DTensor`, this rank's shard.
-
-    Raises:
-        ValueError: as `read_tensors`; or a parameter is on "meta", or its shard is not a box of the full tensor.
-    """
+    """Fills each parameter from a folder; of a `DTensor`, this rank's shard."""
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise ValueError(f"{name} has no data; call model.to_empty(device=...) before load_pretrained")

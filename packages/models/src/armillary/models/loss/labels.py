@@ -1,13 +1,6 @@
 """Labels of tokens, one per token or several with weights, and the vocabulary, sharded over the ranks of an axis.
 
-Each rank has V_r rows of the head's weight, and so computes logits [C, V_r] of the C tokens of a chunk. Instead of the
-logits, ranks send two numbers for each token: the log-sum-exp over the rank's rows, and the label's logit (0 if another
-rank has the label's row). The rank that owns the token receives these two numbers of all ranks, merges them, and
-returns the log-sum-exp over the whole vocabulary to all ranks. From it each rank computes the gradient of its own
-logits.
-
-`TokenLabels` are the labels of a call, `ChunkLabels` the m labels of a chunk, `VocabularyShard` is this rank's part of
-the vocabulary and the communication. Letters: R ranks of the axis; others as above.
+Letters: R ranks of the axis; others as in `token_loss.py`.
 """
 
 from __future__ import annotations
@@ -58,10 +51,7 @@ class TokenLabels:
     def at_positions(
         cls, labels: Tensor, positions: Tensor, ignore: int, shape: tuple[int, int], ranks: int
     ) -> TokenLabels:
-        """Returns labels [M] of tokens `positions` [M], in any order, of B rows of T tokens, a multiple of R.
-
-        Raises ValueError unless both are local tensors of integers, and each position is one of the B T.
-        """
+        """Returns labels [M] of tokens `positions` [M], in any order, of B rows of T tokens, a multiple of R."""
         check_integers("labels", labels, "[M] beside positions", 1)
         check_integers("positions", positions, f"[M] like labels {tuple(labels.shape)}", 1)
         if positions.shape != labels.shape:
@@ -211,19 +201,13 @@ class VocabularyShard:
         return [base + (rank < remainder) for rank in range(self.axis.size)]
 
     def gather(self, x: Tensor, tokens: int, dtype: torch.dtype | None = None) -> Collective[Tensor]:
-        """Starts an all-gather, [c, ...] of each rank -> [C, ...] in `dtype`, with C = `tokens`.
-
-        Bytes sent: (R - 1) times the bytes of `x`, padded to the largest count, kind "all_gather".
-        """
+        """Starts an all-gather, [c, ...] of each rank -> [C, ...] in `dtype`, with C = `tokens`."""
         if self.axis.size == 1:  # converted when the result is taken, so that only one chunk is converted at a time
             return Collective(self.axis, (x,), (), lambda: x if dtype is None else x.to(dtype))
         return start_all_gather(x if dtype is None else x.to(dtype), self.axis, self.token_counts(tokens), 0)
 
     def scatter(self, x: Tensor, target: Tensor) -> Callable[[], object]:
-        """Starts a reduce-scatter of x [C, ...]. The returned function waits, and writes the sums to `target` [c, ...].
-
-        Bytes sent: the other ranks' tokens in `x`, kind "reduce_scatter".
-        """
+        """Starts a reduce-scatter of x [C, ...]. The returned function writes the sums to `target` [c, ...]."""
         if self.axis.size == 1:  # copied at once, so that `x` can be freed
             target.copy_(x)
             return lambda: None
@@ -231,10 +215,9 @@ class VocabularyShard:
         return lambda: target.copy_(scatter.wait())
 
     def merge(self, lse: Tensor, label_logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Merges log-sum-exps and label logits of all ranks: [C, 1] over this rank's rows -> [c, 1] over all V rows.
-
-        Bytes sent: both numbers of each token of the other ranks, kind "reduce_scatter".
-        """
+        """Merges log-sum-exps and label logits of all ranks: [C, 1] over this rank's rows -> [c, 1] over all V rows."""
+        # Instead of logits [C, V_r], ranks send two numbers for each token: the log-sum-exp over the rank's rows, and
+        # the label's logit (0 if another rank has the label's row). The rank that owns the token merges all of them.
         # One message per pair of ranks has both. A reduce-scatter cannot merge log-sum-exps, so each rank receives the
         # unreduced parts of its own tokens and merges them.
         messages = start_scatter_parts(
@@ -244,10 +227,7 @@ class VocabularyShard:
         return lses.logsumexp(0), label_logit_parts.sum(0)
 
     def gather_all(self, x: Tensor) -> Tensor:
-        """Returns a tensor of all ranks, x -> [R, *x.shape] in rank order.
-
-        Bytes sent: (R - 1) times the bytes of `x`, kind "all_gather".
-        """
+        """Returns a tensor of all ranks, x -> [R, *x.shape] in rank order."""
         return start_all_gather(x.unsqueeze(0), self.axis, [1] * self.axis.size, 0).wait()
 
 

@@ -3,8 +3,7 @@
 For log-probabilities, forward keeps one log-sum-exp for each token. The gradient of each label is known only in
 backward, which therefore computes each chunk's logits a second time.
 
-Letters: of T tokens t are on this rank. Of a chunk's C tokens c are on this rank. Of the V rows of the head's weight,
-one for each token of the vocabulary, V_r are on this rank. Of M labels m are in a chunk.
+Letters: of M labels m are in a chunk; others as in `token_loss.py`.
 """
 
 from __future__ import annotations

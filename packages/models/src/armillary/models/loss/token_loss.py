@@ -1,9 +1,7 @@
 """Token losses: of whole logits, and of hidden states in chunks, so that logits [T, V] never exist.
 
 For 5Mi tokens of LLaMA-3-8B on 8 ranks, logits would take 157 GiB per rank in bfloat16, and their float32 copy twice
-as much. So `own_linear_loss` gathers the hidden states of a chunk of tokens, computes the chunk's logits, its losses
-(`cross_entropy_`) and its gradients in the memory of the logits, and goes on to the next chunk. `ChunkedHead` is this
-loop over chunks; `token_logprobs` and `linear_argmax` have the same one.
+as much.
 
 Letters: this rank has t of T tokens, c of the C tokens of a chunk, and V_r of the V rows of the head's weight. On one
 rank t = T, c = C and V_r = V.
@@ -249,10 +247,6 @@ def cross_entropy_(
         labels: labels of the C tokens, the same on all ranks.
         gradient: [C, V_r], receives d(logits) of the losses of all C tokens, in the dtype of this tensor. May be `wide`
             or `logits`. None if no gradient is needed.
-
-    Bytes sent, with w bytes per element of `wide`: 2 w for each token of the other ranks, kind "reduce_scatter"; with a
-    gradient also (R - 1) w for each of the tokens that this rank owns, or for ceil(C / R) tokens if ranks own different
-    numbers, kind "all_gather".
     """
     # 1. Each token's label logit and largest logit, before `wide` is overwritten.
     label_logits = labels.by_token(labels.logits_of(wide) * labels.weights)
@@ -367,10 +361,7 @@ class ChunkedHead:
         return cls(token_labels, shard, chunk, dtype, torch.promote_types(dtype, torch.float32))
 
     def chunks(self, hidden: Tensor) -> Generator[tuple[slice, ChunkLabels, Tensor]]:
-        """Yields each chunk: the slice of this rank's tokens, labels and hidden states [C, E] of all ranks' tokens.
-
-        Chunks without labels are left out. Bytes sent: as `VocabularyShard.gather`, for each chunk.
-        """
+        """Yields each chunk with labels: slice of this rank's tokens, labels, hidden states [C, E] of all ranks."""
         ranks = self.shard.axis.size
         slices = token_chunks(len(hidden), max(1, self.chunk // ranks)) if len(hidden) else []
         indices = [(tokens, self.labels.indices(tokens)) for tokens in slices]
