@@ -483,12 +483,7 @@ class StateConfig:
 
 
 def visible_keys(length: int, mask: AttentionMask | None, windows: Iterable[int | None]) -> float:
-    """Returns the number of keys that a query sees: the mean over queries and rows, summed over layers.
-
-    Args:
-        mask: causal by default.
-        windows: the window of each layer, or None.
-    """
+    """Returns the number of keys that a query sees: the mean over queries and rows, summed over layers' windows."""
     integer("length", length, 1)
     mask = AttentionMask(causal=True) if mask is None else mask
     rows = mask.batch or 1

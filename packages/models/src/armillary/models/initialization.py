@@ -71,7 +71,6 @@ def initialize(model: Llama | GPT, seed: int) -> None:
 
 
 def draw(name: str, parameter: Tensor, layers: int, seed: int) -> Tensor:
-    """Returns the full initial value of a parameter, in float32."""
     # Seeded by a hash of the name, and not drawn from one generator in the order of parameters: sharding, wrapping and
     # tying then do not change the values.
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()

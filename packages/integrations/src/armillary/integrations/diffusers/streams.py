@@ -144,22 +144,13 @@ def changed_modules(model: nn.Module, plan: Plan) -> list[tuple[str, nn.Module]]
 class Streams:
     """The streams of one forward of a model.
 
-    Everything is computed in the constructor, because compiled graphs only read attributes.
-
     Args:
         image, text: number of tokens of the whole stream.
         orders: the orders in which modules concatenate streams; see `Plan.attention`.
         text_mask: [B, text], True for visible text, False for padding.
-
-    Attributes:
-        image_sizes: number of the image's tokens on each rank.
-        local_pieces: this rank's tokens of each stream.
-        contexts: for each of `orders`, layout and documents of the streams as one sequence.
-
-    Raises:
-        ValueError: an image with fewer tokens than there are ranks; a mask of another length, or with holes.
     """
 
+    # Everything is computed here, because compiled graphs only read attributes.
     def __init__(
         self, method: Method, image: int, text: int, orders: Iterable[tuple[str, ...]], text_mask: Tensor | None = None
     ) -> None:
@@ -167,12 +158,12 @@ class Streams:
             raise ValueError(f"{image} tokens of the image on {method.shards} ranks: each needs at least one")
         if text_mask is not None and text_mask.shape[-1] != text:
             raise ValueError(f"a mask {tuple(text_mask.shape)} for {text} tokens of the text: lengths must be equal")
-        # 1. The pieces of this rank.
+        # 1. The tokens of each stream on this rank, and the number of the image's tokens on each rank.
         self.method, self.lengths = method, {"image": image, "text": text}
         pieces = cut_streams(image, text, method.shards)
         self.image_sizes = [len(piece) for piece in pieces["image"]]
         self.local_pieces = {stream: ranks[method.shard] for stream, ranks in pieces.items()}
-        # 2. For each order of the streams, one sequence.
+        # 2. For each order of the streams, layout and documents of one sequence.
         visible = None if text_mask is None else visible_text(text_mask)
         self.contexts = {order: self._context(order, visible) for order in orders}
 

@@ -46,13 +46,7 @@ class RowReader:
     def documents(
         self, name: str, mask: ShardMask, tokens: int, position_ids: Tensor | None, documents: Documents | None
     ) -> Documents | None:
-        """Returns `documents` or, if they are None, the documents in position ids; None if each row is one document.
-
-        Raises:
-            ValueError: on every rank: position ids do not fit the layout or the documents, are below the model's first
-                position, or are missing but needed. Without position ids, a wrong number of tokens raises on its own
-                rank only.
-        """
+        """Returns `documents` or, if they are None, the documents in position ids; None if each row is one document."""
         # Some models pass their layers no position ids, or M-RoPE's [3, B, T]. The mask function may have found
         # position ids [B, T] in the model's frame.
         ids = mask.position_ids if position_ids is None or position_ids.ndim != 2 else position_ids
@@ -61,6 +55,7 @@ class RowReader:
             key = mask.layout, documents, reads_ids
             return self.cache.get(ids, key, lambda: self._read(name, mask, tokens, ids, documents, reads_ids))
         # No position ids: right for a model that adds positions before its tokens are sharded, such as an image tower.
+        # A wrong number of tokens raises on its own rank only.
         check_tokens(self.method.shard, tokens, mask.layout)
         if mask.counts_from_shard and self.method.shards > 1:
             hint = POSITIONS_HINT
@@ -108,13 +103,7 @@ class RowReader:
         return documents
 
     def groups(self, rule: Rule, callers: Sequence[Caller], layout: SequenceLayout) -> Tensor | None:
-        """Returns the group of every token [B, N] on the CPU, -1 for no group; None if the rule has no groups.
-
-        Bytes sent: those of `_gather` for the token types. Every rank of the method must call it.
-
-        Raises:
-            ValueError: the model numbers groups in an unknown way; on every rank, shards that do not fit the layout.
-        """
+        """Returns the group of every token [B, N] on the CPU, -1 for no group; None if the rule has no groups."""
         if rule.groups is None:
             return None
         if self.method.shards == 1:
@@ -126,21 +115,12 @@ class RowReader:
         return self.cache.get(types, layout, lambda: number_groups(self._gather(types.int(), tokens, layout)))
 
     def _gather(self, x: Tensor, tokens: int, layout: SequenceLayout) -> Tensor:
-        """Gathers integers of tokens in sequence order: [..., T] -> [..., N], on the host.
-
-        Bytes sent: a `gather_integers` of four integers, and those of `gather_tokens`. Every rank of the method must
-        call it.
-        """
+        """Gathers integers of tokens in sequence order: [..., T] -> [..., N], on the host. Collective."""
         self._check_shards(x, tokens, layout)
         return gather_tokens(x.reshape(-1, x.shape[-1]), self.method, layout).cpu().reshape(*x.shape[:-1], -1)
 
     def _check_shards(self, x: Tensor, tokens: int, layout: SequenceLayout) -> None:
-        """Checks shards [..., T] of integers, on every rank; on its own rank only if the method's axes are unknown.
-
-        Raises:
-            ValueError: a shard has another number of tokens or values than the layout gives it, or ranks have different
-                numbers of rows.
-        """
+        """Checks the tokens and rows of shards [..., T], on every rank; on its own if the method's axes are unknown."""
         shards = [[self.method.shard, tokens, x.shape[-1], x[..., 0].numel()]]
         if find_axes(self.method) is not None:
             shards = gather_integers(shards, self.method)
@@ -155,13 +135,7 @@ class RowReader:
 
 
 def known_documents(mask: ShardMask, cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> Documents | None:
-    """Returns the documents given to `sequence`, or else those of cu_seq_lens, as in flash attention.
-
-    None if neither is given, so that position ids decide.
-
-    Raises:
-        ValueError: the two tensors differ, fall, do not start at 0, or do not end at the layout's length.
-    """
+    """Returns the documents given to `sequence`, or else those of cu_seq_lens; None if position ids decide."""
     if mask.context.documents is not None or cu_seq_lens_q is None:
         return mask.context.documents
     packed = AttentionMask(documents=cu_seq_lens_q)
@@ -316,19 +290,14 @@ def calling_module(callers: list[Caller]) -> nn.Module | None:
 
 
 def position_ids_of(callers: list[Caller], shards: int) -> tuple[Tensor | None, bool]:
-    """Returns (position ids in the callers' frames or None, True if the model would count positions itself).
-
-    Raises:
-        ValueError: the model takes tokens but no position ids (BART): it counts from the first token of each shard,
-            whatever position ids its layers get.
-    """
+    """Returns (position ids in the callers' frames or None, True if the model would count positions itself)."""
     # Some models pass position ids to the function that makes masks but not to their layers, and some to neither. A
     # model without input_ids and inputs_embeds, such as an image tower, adds positions before its tokens are sharded.
     module_methods = [caller for caller in callers if isinstance(caller.locals.get("self"), nn.Module)]
     takes_position_ids = any("position_ids" in method.parameters for method in module_methods)
     tokens = [method.locals.get(name) for method in module_methods for name in ("input_ids", "inputs_embeds")]
     has_tokens = any(isinstance(x, Tensor) for x in tokens)
-    if shards > 1 and has_tokens and not takes_position_ids:
+    if shards > 1 and has_tokens and not takes_position_ids:  # BART, whatever position ids its layers get
         raise ValueError(
             f"{type(calling_module(callers)).__name__}.forward takes no position_ids: it counts positions from the "
             "first token of each shard; models whose forward takes position_ids can be sharded"

@@ -234,12 +234,7 @@ def _unite_bands(a: Band | None, b: Band | None) -> Band | None:
 def mask_of(
     rule: Rule, groups: Tensor | None, documents: Sequence[int] | Sequence[Sequence[int]] | None, length: int
 ) -> AttentionMask:
-    """Returns the mask of a rule for a sequence of `length` tokens. Each document has the mask of a row by itself.
-
-    Raises:
-        ValueError: groups so scattered that the mask would have more than MAX_SLICES slices; chunks in a bidirectional
-            model or with groups.
-    """
+    """Returns the mask of a rule for a sequence of `length` tokens. Each document has the mask of a row by itself."""
     if rule.chunk is not None:
         if groups is not None or not rule.causal:
             raise ValueError(f"chunks of {rule.chunk} that are not causal, or contain images, are not supported")
@@ -311,23 +306,7 @@ def narrow(mask: AttentionMask, rule: Rule) -> AttentionMask:
 
 
 class ShardMask:
-    """The mask of all layers of one kind, with the layout and documents of the sequence.
-
-    Args:
-        context: layout, documents and mask given to `with sequence(...)` around the forward.
-        rule: the model's mask function; None if it is unknown, so that only a mask given to `sequence` can be used.
-        groups: [B, N], the group of each token of the whole sequence, if the rule has groups.
-        position_ids: position ids read from the frames of the mask function's callers.
-        boundaries: cu_seq_lens_q and cu_seq_lens_k read from these frames; None without.
-        counts_from_shard: True if the model got no position ids, so that it counts from the shard's first token.
-        first_position: the position id of a document's first token: 0, or padding_idx + 1 (RoBERTa).
-        refusal: reason why layers cannot use the mask. The first layer that gets the mask raises it, because a model
-            also makes masks of kinds that no layer has (Qwen2-MoE with sliding_window=0).
-
-    Attributes:
-        positions: [T], global positions of this rank's tokens, on the CPU.
-        finished: the mask with the documents of `position_ids` and `boundaries`; None if they are invalid.
-    """
+    """The mask of all layers of one kind, with the layout and documents of the sequence."""
 
     # Not a dataclass: FSDP2 rebuilds dataclasses among a module's arguments at every call.
     def __init__(
@@ -343,10 +322,21 @@ class ShardMask:
         first_position: int,
         refusal: str | None,
     ) -> None:
-        self.context, self.layout, self.rule, self.groups = context, layout, rule, groups
-        self.position_ids, self.counts_from_shard, self.first_position = position_ids, counts_from_shard, first_position
-        self.boundaries, self.refusal = boundaries, refusal
-        self.positions = layout.positions(shard)
+        # Layout, documents and mask given to `with sequence(...)` around the forward.
+        self.context, self.layout = context, layout
+        self.positions = layout.positions(shard)  # [T], global positions of this rank's tokens, on the CPU
+        # The rule is None if the mask function is unknown, so that only a mask given to `sequence` can be used. With
+        # groups: [B, N], the group of each token of the whole sequence.
+        self.rule, self.groups = rule, groups
+        # Position ids, cu_seq_lens_q and cu_seq_lens_k from the frames of the mask function's callers.
+        self.position_ids, self.boundaries = position_ids, boundaries
+        # True if the model got no position ids, so that it counts from the shard's first token.
+        self.counts_from_shard = counts_from_shard
+        self.first_position = first_position  # of a document: 0, or padding_idx + 1 (RoBERTa)
+        # The first layer that gets the mask raises it, because a model also makes masks of kinds that no layer has
+        # (Qwen2-MoE with sliding_window=0).
+        self.refusal = refusal
+        # The mask with the documents of `position_ids` and `boundaries`; None if they are invalid.
         self.finished: AttentionMask | None = None
         self.cached_mask: tuple[Documents | None, AttentionMask] | None = None
 

@@ -121,20 +121,15 @@ ATTENTION = re.compile("Attention|Attn")
 
 
 def check_model(model: type, config: Any) -> None:
-    """Checks a class of models: its tokens must see each other only by the routed attention or by sharded states.
-
-    Raises:
-        ValueError: it carries a state along the sequence by other functions than those of `states.py` (RWKV, xLSTM,
-            Mamba-1), has layers of an unknown kind, or computes attention itself (Falcon, GPT-J, BLOOM).
-    """
-    states = has_sharded_states(model)
+    """Raises ValueError unless tokens of a class of models see each other by routed attention or sharded states."""
+    states = has_sharded_states(model)  # unlike those of RWKV, xLSTM and Mamba-1
     kinds = check_layers(config, model.__name__, accept_states=states)
     if not kinds and not states and getattr(model, "_is_stateful", False):
         raise ValueError(
             f"{model.__name__} carries a state along the sequence, which does not come from other ranks; only models "
             "whose tokens see each other by attention alone can be sharded"
         )
-    if not _files_use_interface(model):
+    if not _files_use_interface(model):  # Falcon, GPT-J, BLOOM
         raise ValueError(
             f"{model.__name__} computes attention itself, without transformers' attention interface, so only its own "
             'attn_implementation works: keep "eager" or "sdpa", without context parallelism, or name the parts to '
@@ -161,13 +156,8 @@ def check_layers(config: Any, name: str | None = None, *, accept_states: bool) -
 
 
 def check_layers_attend(model: nn.Module) -> None:
-    """Checks the layers of a model that has selected our implementation, wholly or in part.
-
-    Raises:
-        ValueError: no layer calls transformers' attention interface or has a state that can be sharded, although
-            transformers has set the implementation, such as that of a part of the config (MPT); a layer of tokens
-            computes attention itself.
-    """
+    """Checks the layers of a model that has selected our implementation, wholly or in part."""
+    # transformers may set the implementation, such as that of a part of the config (MPT), although no layer uses it.
     modules = list(model.named_modules())
     # Of an image-text model that computes the attention of images itself, the text part alone has our implementation.
     if not any(

@@ -75,12 +75,7 @@ def refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def checked_loss(function: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Calls a model's own loss, if the losses of shards add up to the loss of the sequence.
-
-    Raises:
-        ValueError: labels that the model would shift within the shard, a mean over the shard's labels alone, a loss
-            that does not predict the next token, or an auxiliary loss, which is not a sum over tokens.
-    """
+    """Calls a model's own loss. Raises ValueError unless losses of shards add up to the loss of the sequence."""
     if scores_row_ends(type(model)):
         return function(*args, **kwargs)  # from scores and labels of whole rows
     if "shift_labels" not in signature(function).parameters:
@@ -127,10 +122,6 @@ def find_row_ends(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """Pre-forward hook of a model on several ranks: tells a classifier's head where each row ends.
 
     Bytes sent: for a classifier, a `gather_integers` of B integers. Every rank of the method must call it.
-
-    Raises:
-        ValueError: logits_to_keep, which a model would apply to the tokens of its shard; of a classifier, labels of
-            tokens; on every rank, a shard without tokens, or several modules that may be the head.
     """
     method = method_of(model.config)
     if method is None or method.shards == 1:
@@ -217,9 +208,6 @@ def score_row_ends(head: nn.Module, args: tuple[Any, ...], scores: Tensor) -> Te
 def check_outputs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
     """Forward hook of a model on several ranks: refuses outputs that are this rank's alone.
 
-    An output is right if it has one value per token of this shard, if it is a loss that `checked_loss` has checked, or
-    if it does not depend on tokens, such as the features of whole images: then ranks have the same one.
-
     Bytes sent, if the model was given images or other features and returns such outputs: a `gather_integers` of three
     integers for each.
 
@@ -241,6 +229,8 @@ def check_outputs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     # Scores of rows and their loss are those of whole rows on every rank.
     right_shapes = [(), (row_count, model.config.num_labels)] if scores_row_ends(type(model)) else []
     rows: dict[str, Tensor] = {}
+    # An output is right if it has one value per token of this shard, if it is a loss that `checked_loss` has checked,
+    # or if it does not depend on tokens, such as the features of whole images: then ranks have the same one.
     for path, x in _tensors("", output):
         if tuple(x.shape) in right_shapes:
             context.check_averaging(x, method, model)  # again, because a compiled model did not check its scores

@@ -77,11 +77,8 @@ def backward_in_chunks(
     chunk: int | None = None,
     gathered_ranks: int = 1,
 ) -> None:
-    """Recomputes `function` chunk by chunk. Writes the gradients of inputs to `grads`, and adds others to `totals`.
-
-    Args:
-        grads: memory for each input's gradient; None for an input that needs no gradient. One of them may be `dy`.
-    """
+    """Recomputes `function` chunk by chunk. Writes the gradients of inputs to `grads`, and adds others to `totals`."""
+    # An input that needs no gradient has None in `grads`. One of `grads` may be the memory of `dy`.
     token_count = inputs[0].shape[1]
     for tokens in chunks(token_count, chunk):
         chunk_inputs = [

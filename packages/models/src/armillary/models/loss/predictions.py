@@ -212,13 +212,8 @@ class LogProbabilities(torch.autograd.Function):
 def chunk_values(
     logits: Tensor, rows: int, labels: ChunkLabels, shard: VocabularyShard, statistics: bool
 ) -> list[Tensor]:
-    """Returns the log-sum-exps [C] over the whole vocabulary, log-probabilities [m], and statistics [m] if requested.
-
-    Args:
-        logits: [C, V_r], or [C, 1] of -inf for a rank without rows.
-        rows: V_r.
-    """
-    # 1. Over this rank's rows of the vocabulary.
+    """Returns the log-sum-exps [C] over the whole vocabulary, log-probabilities [m], and statistics [m] on request."""
+    # 1. Over this rank's rows of the vocabulary. Logits are [C, V_r], or [C, 1] of -inf on a rank without rows.
     vectors = [logits.logsumexp(1), labels.logits_of(logits)]
     if statistics:
         probabilities = logits.softmax(1)
