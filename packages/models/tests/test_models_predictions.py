@@ -1,5 +1,6 @@
 """Argmax of the logits without full logits, also with a sharded vocabulary."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from test_models_linear_loss import Allocations
@@ -8,21 +9,29 @@ from test_models_vocabulary import axis_of, rows_of
 from armillary.models import interleaved_shard, linear_argmax
 
 
-def inputs(tokens, vocabulary):
+def inputs(tokens, vocabulary, dtype=torch.float32):
     """Hidden states, weight, labels (two thirds ignored) and the expected argmax."""
     generator = torch.Generator().manual_seed(tokens)
-    hidden = torch.randn(2, tokens, 8, generator=generator)
-    weight = torch.randn(vocabulary, 8, generator=generator)
+    hidden = torch.randn(2, tokens, 8, generator=generator).to(dtype)
+    weight = torch.randn(vocabulary, 8, generator=generator).to(dtype)
     labels = torch.randint(vocabulary, (2, tokens), generator=generator)
     labels[torch.rand(labels.shape, generator=generator) < 0.66] = -100
     return hidden, weight, labels, F.linear(hidden, weight).argmax(2).where(labels != -100, -100)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tokens_at_labels_match_full_logits(dtype):
+    hidden, weight, labels, expected = inputs(50, 31, dtype)
+    actual = linear_argmax(hidden, weight, labels)
+    assert torch.equal(actual, expected) and actual.dtype == torch.int64
+    assert 0 < (actual != -100).sum() < actual.numel()
 
 
 def test_no_tensor_is_as_large_as_the_logits():
     hidden, weight, labels, expected = inputs(1000, 20_000)
     with Allocations() as allocations:
         actual = linear_argmax(hidden, weight, labels)
-    assert torch.equal(actual, expected) and actual.dtype == torch.int64
+    assert torch.equal(actual, expected)
     assert allocations.largest < 2 * 1000 * 20_000 / 5
 
 
