@@ -125,8 +125,8 @@ def write_report(rows: list[dict[str, Any]], counts: Counter[str]) -> None:
         f"{counts['right']} right, {counts['wrong']} wrong, {counts['refused']} refused, "
         f"{counts['not built'] + counts['failed']} without a tiny copy that runs, of {len(rows)}.",
         "Right says that shards give loss, logits and gradients of one rank, with and without packed documents, and "
-        "with recomputation. Every right copy needs tokens of other shards and the boundaries of documents; `exercised` are "
-        "its other mechanisms, `without` those of which the result says nothing, in "
+        "with recomputation. Every right copy needs tokens of other shards and the boundaries of documents; "
+        "`exercised` are its other mechanisms, `without` those of which the result says nothing, in "
         f"{sum(bool(row['without']) for row in rows)} rows.",
         f"Seconds of one check: {median(seconds):.0f} in the median, {max(seconds):.0f} at most, "
         "with other work on the machine.",
