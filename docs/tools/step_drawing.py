@@ -19,7 +19,7 @@ from palette import rank_colors, text_color
 from step_frames import Frame, RankBlock
 
 from armillary.attention import AttentionMask
-from armillary.attention.mask.trees_and_blocks import rectangles
+from armillary.attention.mask.slices_trees_blocks import rectangles
 from armillary.attention.plans import Move
 from armillary.core import SequenceLayout
 

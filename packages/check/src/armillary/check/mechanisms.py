@@ -97,12 +97,10 @@ def settings_off(config: Any) -> dict[str, dict[str, Any]]:
 
 def _unscaled(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Returns rotary parameters without scaling."""
-    # By kind of layer, or of all layers.
     off = {"factor": 1.0, "long_factor": rope.get("short_factor")}
     plain = {name: off.get(name, x) for name, x in rope.items()}
-    return {
-        name: _unscaled(cast(Any, x)) if isinstance(x, dict) else x for name, x in plain.items()
-    }  # by kind of layer
+    # A dictionary for each kind of layer.
+    return {name: _unscaled(cast(Any, x)) if isinstance(x, dict) else x for name, x in plain.items()}
 
 
 def _equal_ropes(rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,15 +66,14 @@ GLM_SECTIONS = SECTIONS | {"mrope_section": [8, 12, 12], "partial_rotary_factor"
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 REQUIRED: Mapping[str, Mapping[str, Any]] = {
     **{name: {"rope_parameters": SECTIONS} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "hunyuan_vl_text")},
-    **{name: {"rope_parameters": GLM_SECTIONS} for name in ("glm4v_text", "glm_image_text", "glm_ocr_text")},
-    "glm4v_moe_text": {"rope_parameters": GLM_SECTIONS},
+    **{
+        name: {"rope_parameters": GLM_SECTIONS}
+        for name in ("glm4v_text", "glm4v_moe_text", "glm_image_text", "glm_ocr_text")
+    },
     "chameleon": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "cohere_compass_text": {"rope_parameters": {"full_attention": PLAIN_ROPE, "sliding_attention": PLAIN_ROPE}},
-    "qwen4_exp_text": {f"indexer_{name}": 8 for name in ("n_heads", "head_dim", "budget", "compress_ratio")}
-    | {"indexer_kv_heads": 1},
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "esm": {"vocab_size": VOCABULARY, "pad_token_id": 2, "mask_token_id": 1, "token_dropout": False},
     "xmod": {"default_language": "en_XX"},

@@ -29,7 +29,7 @@ from armillary.attention.mask.patterns import (
     offsets,
     short_repr,
 )
-from armillary.attention.mask.trees_and_blocks import Blocks, Slice, SliceList, Tree
+from armillary.attention.mask.slices_trees_blocks import Blocks, Slice, SliceList, Tree
 from armillary.core import Segments, SequenceLayout
 from armillary.core.parts import (
     Integers,

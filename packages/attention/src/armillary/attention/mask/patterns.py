@@ -1,6 +1,6 @@
 """Patterns: conditions of a mask besides causality, a window and documents. Their base classes, and those of documents.
 
-Patterns that are lists of slices, segments or blocks are in `trees_and_blocks.py`.
+Patterns that are lists of slices, segments or blocks are in `slices_trees_blocks.py`.
 """
 
 from __future__ import annotations
