@@ -16,7 +16,7 @@ from armillary.attention import AttentionMask, AttentionShape, build_comm_plan  
 from armillary.check import check_architecture  # noqa: E402
 from armillary.check.architecture import document_boundaries, new_model  # noqa: E402
 from armillary.check.cli import main  # noqa: E402
-from armillary.check.mechanisms import exercised, missing_layers  # noqa: E402
+from armillary.check.mechanisms import mechanisms_of, missing_layers  # noqa: E402
 from armillary.check.tiny import build, check_size, load_config, tiny_config  # noqa: E402
 from armillary.core import SequenceLayout  # noqa: E402
 from armillary.integrations import shards_states  # noqa: E402
@@ -131,14 +131,14 @@ EXERCISED = {
 
 @pytest.mark.parametrize("model_type", EXERCISED)
 def test_copies_exercise_the_mechanisms_of_their_architecture(model_type):
-    mechanisms = exercised(tiny_config(load_config(model_type), 64), new_model, logits, 64)
+    mechanisms = mechanisms_of(tiny_config(load_config(model_type), 64), new_model, logits, 64)
     assert all(mechanisms.values()) and set(mechanisms) >= {"other shards", "documents", *EXERCISED[model_type]}
 
 
 def test_mechanisms_that_change_nothing_are_not_exercised(tmp_path):
     config = tiny_config(load_config("gpt_oss"), 64)
     config.sliding_window, config.rope_parameters = 64, config.rope_parameters | {"factor": 1.0}
-    mechanisms = exercised(config, new_model, logits, 64)
+    mechanisms = mechanisms_of(config, new_model, logits, 64)
     assert not mechanisms["window"] and "rope scaling" not in mechanisms and mechanisms["sinks"]
 
     def with_absent_sinks(config):
@@ -147,7 +147,7 @@ def test_mechanisms_that_change_nothing_are_not_exercised(tmp_path):
             layer.self_attn.sinks.data.fill_(-1e9)
         return model
 
-    assert not exercised(config, with_absent_sinks, logits, 64)["sinks"]
+    assert not mechanisms_of(config, with_absent_sinks, logits, 64)["sinks"]
     # A layer of the model's file that no layer of this copy is.
     without_states = transformers.Lfm2Config(num_hidden_layers=2, layer_types=["full_attention"] * 2)
     assert [x.__name__ for x in missing_layers(new_model(tiny_config(without_states, 64)))] == ["Lfm2ShortConv"]

@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from armillary.attention import ContextParallel, build_attention
-from armillary.check.mechanisms import exercised, missing_layers
+from armillary.check.mechanisms import mechanisms_of, missing_layers
 from armillary.check.model import ModelReport, check_model
 from armillary.check.step import CheckBatch, StepOutput
 from armillary.check.tiny import (
@@ -71,9 +71,9 @@ def check_architecture(
     config = tiny_config(text_config, tokens)
     check_size(config)
     # Another config of a model type may have more kinds of layers than its defaults.
-    missing = set[type]() if Path(source).exists() else missing_layers(new_model(config))
-    if selecting := _names(layer for layer in missing if selects_keys(layer)):
-        raise Refused(f"{source} has layers that select keys ({', '.join(selecting)}), which cannot be sharded")
+    other_layers = set[type]() if Path(source).exists() else missing_layers(new_model(config))
+    if selections := _names(layer for layer in other_layers if selects_keys(layer)):
+        raise Refused(f"{source} has layers that select keys ({', '.join(selections)}), which cannot be sharded")
     method = method or default_method(ring, ulysses)
     report = check_model(
         partial(on_shards, config, method, ring, ulysses),
@@ -82,10 +82,10 @@ def check_architecture(
         vocabulary=VOCABULARY,
         **options,
     )
-    mechanisms = exercised(config, new_model, lambda model, ids: _logits(model(ids, **_cache_option(model))), tokens)
+    mechanisms = mechanisms_of(config, new_model, _whole_logits, tokens)
     if options.get("documents") is None:
         del mechanisms["documents"]
-    mechanisms |= dict.fromkeys(_names(missing), False)
+    mechanisms |= dict.fromkeys(_names(other_layers), False)
     if text_config is not whole_config:
         mechanisms["images or audio"] = False
     title = f"{describe(config)}\n{method} on ring={ring}, ulysses={ulysses}"
@@ -160,7 +160,7 @@ def one_rank(config: Any) -> tuple[nn.Module, Any]:
 
     def step(model: nn.Module, batch: CheckBatch) -> StepOutput:
         ends = batch.documents or (0, batch.ids.shape[1])
-        logits = torch.cat([_logits(model(batch.ids[:, a:b], **_cache_option(model))) for a, b in pairwise(ends)], 1)
+        logits = torch.cat([_whole_logits(model, batch.ids[:, a:b]) for a, b in pairwise(ends)], 1)
         loss = F.cross_entropy(logits.flatten(0, 1), batch.shifted_labels.flatten())
         loss.backward()
         return StepOutput(loss, logits=logits)
@@ -190,6 +190,10 @@ def on_shards(config: Any, method: str, ring: int, ulysses: int) -> tuple[nn.Mod
         return StepOutput(loss, shard.layout.positions(attend.shard), _logits(output))
 
     return cp.prepare(new_model(config)), step, cp.reduce_gradients
+
+
+def _whole_logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    return _logits(model(ids, **_cache_option(model)))
 
 
 def _cache_option(model: Any) -> dict[str, Any]:

@@ -34,7 +34,7 @@ ROUTERS = re.compile("Router|TopKGating")
 """Matches class names of modules that choose experts."""
 
 
-def exercised(
+def mechanisms_of(
     config: Any, build: Callable[[Any], nn.Module], logits: Callable[[nn.Module, Tensor], Tensor], tokens: int
 ) -> dict[str, bool]:
     """Returns the mechanisms of a copy: True if the logits of `tokens` random tokens change without it.
@@ -134,10 +134,10 @@ def parts_off(model: nn.Module, tokens: int) -> Iterator[str]:
             module.forward = forward
     # 3. Modules that return zeros.
     latents = [module for name, module in modules.items() if name.rpartition(".")[2] in KEY_LATENTS]
-    cross = [module for name, module in modules.items() if CROSS_ATTENTION.search(name.rpartition(".")[2])]
-    for name, silenced in (("latents", latents), ("cross attention", cross)):
-        if silenced:
-            hooks = [module.register_forward_hook(_zeros) for module in silenced]
+    cross_attention = [module for name, module in modules.items() if CROSS_ATTENTION.search(name.rpartition(".")[2])]
+    for name, parts in (("latents", latents), ("cross attention", cross_attention)):
+        if parts:
+            hooks = [module.register_forward_hook(_zeros) for module in parts]
             yield name
             for hook in hooks:
                 hook.remove()

@@ -121,9 +121,12 @@ class CommPlan:
         """
         for name, value, choices in (("kind", kind, KINDS), ("phase", phase, PHASES), ("axis", axis, get_args(Role))):
             check_choice(name, choices[0] if value is None else value, choices)
-        counted = self._bytes_sent.get(rank, {}).items()
-        wanted = (kind, phase, axis)
-        return sum(size for labels, size in counted if all(a in (None, b) for a, b in zip(wanted, labels, strict=True)))
+        filters, sent_bytes = (kind, phase, axis), self._bytes_sent.get(rank, {})
+        return sum(
+            size
+            for labels, size in sent_bytes.items()
+            if all(value in (None, label) for value, label in zip(filters, labels, strict=True))
+        )
 
     @cached_property
     def _bytes_sent(self) -> dict[int, Counter[tuple[str, str, str]]]:

@@ -165,8 +165,8 @@ def timed_exchanges(
     numbers = chain.from_iterable(chain.from_iterable(sends for _, sends in sends_of))
     source, target, size = np.fromiter(numbers, np.int64).reshape(-1, 3).T
     exchange = np.repeat(np.array([i for i, _ in sends_of], np.int64), [len(sends) for _, sends in sends_of])
-    sent = (source != target) & (size > 0)
-    exchange, source, target, size = exchange[sent], source[sent], target[sent], size[sent]
+    is_message = (source != target) & (size > 0)
+    exchange, source, target, size = (x[is_message] for x in (exchange, source, target, size))
     # 2. Consecutive ranges of stride * ranks ranks hold `stride` interleaved groups each. A group has every `stride`-th
     # rank from its first one on. Ranges that fill whole nodes send nothing to other ranges, and all look the same from
     # the network, so only the first of these are timed.
