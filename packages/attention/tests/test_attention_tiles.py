@@ -35,7 +35,8 @@ def check_cover(
     for tile in parts:
         assert 0 <= tile.q0 < tile.q1 <= len(rows) and 0 <= tile.k0 < tile.k1 <= len(columns), tile
         pairs = covered(tile, len(rows), len(columns))
-        assert tile.area == pairs.sum(), tile
+        # Trimmed: no bound that hides nothing, so that a full rectangle has none and is computed without a mask.
+        assert tile.area == pairs.sum() and tile == tile.trim(), tile
         used = pairs[tile.q0 : tile.q1, tile.k0 : tile.k1]
         assert used.any(1).all() and used.any(0).all(), f"{tile} has a row or a column without visible pairs"
         count += pairs
@@ -80,73 +81,25 @@ def test_every_cell_of_any_layouts_under_any_kind_of_mask():
 
 # -- as few as possible -----------------------------------------------------------------------------------------------
 
-
-def tiles_of(layout: SequenceLayout, i: int, j: int, mask: AttentionMask = CAUSAL) -> tuple:
-    return Grid(layout, layout, mask).tiles(i, j, 0)
-
-
-def area(layout: SequenceLayout, i: int, j: int, mask: AttentionMask = CAUSAL) -> int:
-    sizes = layout.sizes[i], layout.sizes[j]
-    return sum(int(covered(tile, *sizes).sum()) for tile in tiles_of(layout, i, j, mask))
-
-
-def is_rectangle(tile) -> bool:
-    rows, columns = tile.q1 - tile.q0, tile.k1 - tile.k0
-    return int(covered(tile, tile.q1, tile.k1).sum()) == rows * columns
-
-
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-def test_without_a_mask_every_cell_is_one_full_rectangle(kind):
-    layout = getattr(SequenceLayout, kind)(40, 4)
-    for i, j in product(range(4), range(4)):
-        (tile,) = tiles_of(layout, i, j, FULL)
-        assert (tile.q0, tile.q1, tile.k0, tile.k1, tile.low, tile.high) == (0, 10, 0, 10, None, None)
+contiguous, zigzag, striped = SequenceLayout.contiguous, SequenceLayout.zigzag, SequenceLayout.striped
+LOWER = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
+FEWEST = {
+    **{f"full, {make.__name__}": (make(40, 4), FULL, [[1] * 4] * 4) for make in (contiguous, zigzag, striped)},
+    "contiguous": (contiguous(40, 4), CAUSAL, LOWER),
+    **{f"zigzag on {n}": (zigzag(6 * n, n), CAUSAL, [[1] * n] * n) for n in (1, 3, 8)},
+    "striped": (striped(40, 4), CAUSAL, [[1] * 4] * 4),
+    "refined zigzag": (zigzag(64, 2).refine(2), CAUSAL, [[1, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 1, 1]]),
+    "documents": (contiguous(32, 2), AttentionMask(documents=(0, 8, 16, 32)), [[2, 0], [0, 1]]),
+    "window": (contiguous(32, 1), AttentionMask(window=(5, None)), [[1]]),
+}
+"""Layouts and masks with the number of tiles of each query shard and key shard."""
 
 
-def test_contiguous_causal_tiles_are_squares_on_the_diagonal_and_rectangles_below():
-    layout = SequenceLayout.contiguous(40, 4)
-    for i, j in product(range(4), range(4)):
-        assert len(tiles_of(layout, i, j)) == (i >= j)
-        assert area(layout, i, j) == (55 if i == j else 100 if i > j else 0)
-    assert tiles_of(layout, 1, 1)[0].low is None and tiles_of(layout, 1, 1)[0].high == 0
-    assert is_rectangle(tiles_of(layout, 2, 1)[0])
-
-
-@pytest.mark.parametrize("shards", [1, 2, 3, 4, 8])
-def test_zigzag_causal_is_one_tile_in_every_cell(shards):
-    layout = SequenceLayout.zigzag(6 * shards, shards)
-    for i, j in product(range(shards), range(shards)):
-        (tile,) = tiles_of(layout, i, j)
-        if i == j:
-            assert (tile.q0, tile.q1, tile.k0, tile.k1, tile.low, tile.high) == (0, 6, 0, 6, None, 0)
-        elif i > j:
-            assert (tile.q0, tile.q1, tile.k0, tile.k1) == (0, 6, 0, 3) and is_rectangle(tile)
-        else:
-            assert (tile.q0, tile.q1, tile.k0, tile.k1) == (3, 6, 0, 6) and is_rectangle(tile)
-
-
-def test_striped_causal_has_one_tile_per_block_shifted_by_one_above_the_diagonal():
-    layout = SequenceLayout.striped(40, 4)
-    for i, j in product(range(4), range(4)):
-        (tile,) = tiles_of(layout, i, j)
-        assert tile.low is None and area(layout, i, j) == (55 if i >= j else 45)
-
-
-def test_refined_zigzag_shards_have_one_tile_per_pair_of_spans():
-    layout = SequenceLayout.zigzag(64, 2).refine(2)
-    counts = [[len(tiles_of(layout, i, j)) for j in range(4)] for i in range(4)]
-    assert max(map(max, counts)) == 1, counts
-
-
-def test_neighbouring_unsplit_documents_have_one_tile_each():
-    layout = SequenceLayout.contiguous(32, 2)
-    mask = AttentionMask(documents=(0, 8, 16, 32))
-    assert [[len(tiles_of(layout, i, j, mask)) for j in range(2)] for i in range(2)] == [[2, 0], [0, 1]]
-
-
-def test_a_causal_window_on_one_shard_is_one_band():
-    (tile,) = tiles_of(SequenceLayout.contiguous(32, 1), 0, 0, AttentionMask(window=(5, None)))
-    assert (tile.low, tile.high) == (-5, 0)
+@pytest.mark.parametrize("name", FEWEST)
+def test_cells_have_as_few_tiles_as_possible(name):
+    layout, mask, counts = FEWEST[name]
+    grid, shards = Grid(layout, layout, mask), range(layout.shards)
+    assert [[len(grid.tiles(i, j, 0)) for j in shards] for i in shards] == counts
 
 
 def test_an_empty_shard_has_no_tiles():
