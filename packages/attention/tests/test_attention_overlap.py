@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from armillary.attention import AttentionMask, Ring, TokenRing, Ulysses, WallFacer
 from armillary.attention.tiling.block import BlockAttention
-from armillary.core import FlatBuffer
 from armillary.core.collectives import exchange
 from armillary.core.testing import mesh
 
@@ -89,11 +88,6 @@ def recorded(name: str, mask: AttentionMask = FULL) -> tuple[list[tuple[str, str
     return forward, list(recorder.events)
 
 
-def ring_of(attend):
-    """Returns the method with the ring: WallFacer's is its ring of teams."""
-    return attend.team_ring if isinstance(attend, WallFacer) else attend
-
-
 METHODS = ["ring keys", "ring queries", "token_ring", "wallfacer keys", "wallfacer queries"]
 MASKS = {"full": FULL, "causal": AttentionMask(), "window": AttentionMask(window=(3, None))}
 
@@ -127,34 +121,6 @@ def check_order(events: list[tuple[str, str]], with_returns: bool) -> None:
     for step in range(1, P - 1) if with_returns else ():  # results are sent after their step; the wait follows the next
         started, waited = at["start", f"back {step - 1}"], at["wait", f"back {step - 1}"]
         assert at["kernel", f"kernel {step}"] < started < at["kernel", f"kernel {step + 1}"] < waited, events
-
-
-def communicators() -> list[tuple[bool, list[int], list[int]]]:
-    groups = [(attend.axis.group, attend.return_axis.group) for attend in map(ring_of, map(build, METHODS))]
-    return [(on is back, dist.get_process_group_ranks(on), dist.get_process_group_ranks(back)) for on, back in groups]
-
-
-def test_each_direction_has_a_separate_communicator(worlds):
-    for actual in worlds(P).run(communicators):
-        for same, ranks, back in actual:
-            assert not same and ranks == back == list(range(P))
-
-
-def both_directions() -> list[str]:
-    """Sends on the return communicator first and receives there last; the other one's message must not be mixed up."""
-    attend, rank = Ring(mesh(ring=2)["ring"]), dist.get_rank()
-    other = 1 - rank
-    buffers = {name: FlatBuffer.like([torch.empty(1)]) for name in ("on", "back")}
-    back_buffer, on_buffer = (FlatBuffer.of([torch.full((1,), tens + rank)]) for tens in (10.0, 20.0))
-    back = exchange.start_exchange(attend.return_axis, {other: back_buffer}, {other: buffers["back"]})
-    on = exchange.start_exchange(attend.axis, {other: on_buffer}, {other: buffers["on"]})
-    on.wait()
-    back.wait()
-    return [f"{name} {int(buffer.tensors[0])}" for name, buffer in buffers.items()]
-
-
-def test_messages_of_both_directions_are_not_mixed_up(worlds):
-    assert worlds(2).run(both_directions) == [["on 21", "back 11"], ["on 20", "back 10"]]
 
 
 def all_to_all_events(ranks: int) -> list[str]:
