@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from armillary.attention import AttentionMask, Local, Method, build_attention
@@ -15,7 +14,6 @@ from armillary.core.parts import pack
 from armillary.core.testing import mesh, relative_error
 
 TOKENS, HEADS, DIM = 6, 4, 8
-NAMES = ("ring", "token_ring", "wallfacer", "all_gather", "ulysses", "upipe")
 
 
 def test_the_ops_pass_torchs_checks():
@@ -30,42 +28,6 @@ def test_the_ops_pass_torchs_checks():
     saved += torch.ops.armillary.attention.default(saved, None, *packed)
     shape = [TOKENS, HEADS]
     torch.library.opcheck(torch.ops.armillary.attention_backward.default, (saved[3], saved, shape, *packed))
-
-
-def storages(tensors: list[Tensor]) -> list[int]:
-    return [x.untyped_storage().data_ptr() for x in tensors if x.numel()]
-
-
-def has_separate_memory(name: str) -> bool:
-    """Returns whether no result of either op shares memory with an argument or another result."""
-    attend, checks = build(name), list[bool]()
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            actual = func(*args, **(kwargs or {}))
-            if func.namespace == "armillary":
-                tensors = [
-                    x for arg in args for x in (arg if isinstance(arg, list) else [arg]) if isinstance(x, Tensor)
-                ]
-                out = storages(actual)
-                checks.append(len(set(out)) == len(out) and not set(out) & set(storages(tensors)))
-            return actual
-
-    q, k, v = (torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
-    with Watch():
-        for sinks in (None, torch.zeros(HEADS, requires_grad=True)):
-            out = attend(q, k, v, mask=AttentionMask(), layout=attend.layout(2 * TOKENS), sinks=sinks)
-            out.sum().backward()
-    return all(checks) and len(checks) == 4
-
-
-def every_memory() -> dict[str, bool]:
-    return {name: has_separate_memory(name) for name in NAMES}
-
-
-def test_results_share_no_memory(worlds):
-    for rank in worlds(2).run(every_memory):
-        assert rank == dict.fromkeys(NAMES, True)
 
 
 def keep_attention(_, op, *args, **kwargs) -> CheckpointPolicy:

@@ -244,6 +244,13 @@ def call(attend: Method | Callable = Local(), **wrong) -> Callable[[], object]: 
     return lambda: attend(**arguments)
 
 
+def latents(**wrong: tuple[int, ...]) -> Callable[[], object]:
+    """Calls attention on rotary keys of 4 numbers and latents of 16."""
+    return call(
+        **zeros(**{"q": (2, N, 8, 12), "k": (2, N, 1, 4), "v": (2, N, 1, 16), "expansion": (4, 16, 16)} | wrong)
+    )
+
+
 def projected(attend: Method = UPipe(ALONE), **wrong) -> Callable[[], object]:  # noqa: B008
     arguments = {"x": torch.zeros(2, N, 16), "projections": Plain(), "mask": CAUSAL} | wrong
     return lambda: attend.projected(**arguments)
@@ -306,6 +313,15 @@ CALLS: Table = [
     (call(**zeros(torch.int32, q=Q, k=KV, v=KV)), "torch.int32"),
     (call(v=torch.zeros(KV, dtype=torch.bfloat16)), "dtype", "torch.float32", "torch.bfloat16"),
     (under_autocast, "dtype", "torch.float64"),
+    # latents: a rotary key for each head, latents of another size, a rotary key of more than D numbers, no rows for
+    # values, heads that K does not divide, other tokens, and an expansion of two dims
+    (latents(k=(2, N, 2, 4), v=(2, N, 2, 16)), "expansion", "(2, 8, 2, 4)"),
+    (latents(v=(2, N, 1, 15)), "expansion", "latents of 16"),
+    (latents(k=(2, N, 1, 13)), "expansion", "(2, 8, 1, 13)"),
+    (latents(expansion=(4, 8, 16)), "expansion (4, 8, 16)", "Dv"),
+    (latents(expansion=(3, 16, 16)), "8 query heads", "3"),
+    (latents(k=(2, 7, 1, 4)), "(2, 7, 4, 12)", "agree"),
+    (latents(expansion=(4, 16)), "expansion (4, 16)", "[K, D - Dr + Dv, L]"),
     # hidden states
     *[(projected(**wrong), *words) for wrong, *words in OPTIONS],
     (projected(x=np.zeros((2, N, 16))), "x ", "ndarray"),
