@@ -10,7 +10,7 @@ import torch
 
 from armillary.attention import AttentionMask
 from armillary.core import CommLedger, Trace
-from armillary.core.observe import Event
+from armillary.core.trace import Event
 from conformance import Composition
 
 B, N, H, D, P = 2, 64, 4, 8, 4

@@ -3,7 +3,7 @@
 from inspect import cleandoc
 
 from armillary.core import CommLedger
-from armillary.core.observe import format_bytes
+from armillary.core.ledger import format_bytes
 from armillary.core.parts import phase
 
 TABLE = """\

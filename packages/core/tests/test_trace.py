@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from armillary.core import Axis, FlatBuffer, Trace, label, span, start_all_gather, start_exchange
-from armillary.core.observe import end_span_on_wait, record
 from armillary.core.testing import mesh
+from armillary.core.trace import end_span_on_wait, record
 
 
 class LateWork:

@@ -31,11 +31,12 @@ from armillary.core.compat import imported_at_first_use
 from armillary.core.gradients import clip_gradients, sum_gradients
 from armillary.core.label_triples import LabelTriples
 from armillary.core.layout import SequenceLayout, attention_balance, attention_traffic
+from armillary.core.ledger import CommLedger
 from armillary.core.mesh import Axis, build_mesh, start_process_group, to_device, world_size
-from armillary.core.moves import halo, relayout, shift, short_convolution
-from armillary.core.observe import CommLedger, Trace, label, span
 from armillary.core.slices import Segments
 from armillary.core.spans import TokenRanges
+from armillary.core.token_moves import halo, relayout, shift, short_convolution
+from armillary.core.trace import Trace, label, span
 
 if TYPE_CHECKING:
     from armillary.core.dtensor import distribute_sequence, gather_sequence, sequence_from_local

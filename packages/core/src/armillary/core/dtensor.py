@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.core import compat
+from armillary.core.argument_checks import check_dim, check_tensor, integer
 from armillary.core.collectives.collective import (
     check_dims,
     check_heads,
@@ -42,9 +43,8 @@ from armillary.core.collectives.collective import (
     start_seq_to_head,
 )
 from armillary.core.layout import SequenceLayout, check_layout, shard_order
+from armillary.core.ledger import phase
 from armillary.core.mesh import Axis
-from armillary.core.observe import phase
-from armillary.core.validation import check_dim, check_tensor, integer
 
 SEQUENCE_AXES = ("nodes", "devices", "ring", "ulysses")
 """Names of the axes of `build_mesh` that shard the sequence."""

@@ -8,8 +8,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from armillary.core.argument_checks import check_local
 from armillary.core.mesh import to_device
-from armillary.core.validation import check_local
 
 
 class LabelTriples:

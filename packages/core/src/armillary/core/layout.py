@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from armillary.core.argument_checks import check_bool, check_choice, check_dim, integer, number
 from armillary.core.balance import SEND_COST, balanced_spans
 from armillary.core.layout_cost import PositionRuns, RingShares, token_hops
 from armillary.core.slices import Integers, Sliced, Slices, mask_slices, mirror
 from armillary.core.spans import MAX_POSITION, Spans, cut, cut_spans, join_spans, missing_position, span_text
-from armillary.core.validation import check_bool, check_choice, check_dim, integer, number
 
 Side = Literal["queries", "keys", "both"]
 SIDES: dict[str, tuple[int, ...]] = {"queries": (0,), "keys": (1,), "both": (0, 1)}

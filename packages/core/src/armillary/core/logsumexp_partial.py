@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from armillary.core import compat
+from armillary.core.argument_checks import check_tensor
 from armillary.core.collectives.collective import accumulation_dtype, start_all_gather, start_scatter_parts
 from armillary.core.collectives.merge import merge, merge_
 from armillary.core.dtensor import (
@@ -37,7 +38,6 @@ from armillary.core.dtensor import (
     result_like,
 )
 from armillary.core.mesh import Axis
-from armillary.core.validation import check_tensor
 
 PACKED, SEPARATE = "logsumexp of packed (out, lse)", "logsumexp of (out, lse) apart"
 """Names of the reduction, for `Partial.reduce_op`. They must not be names of torch: it lets "sum" pass through many

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from armillary.core import compat
-from armillary.core.validation import integer
+from armillary.core.argument_checks import integer
 
 ALL_AXES: tuple[str, ...] = ("pipe", "replicate", "shard", "nodes", "devices", "ring", "ulysses", "tp")
 """All names of axes, outermost to innermost. Neighbouring ranks of the innermost axis are on the same node, so the axis

@@ -6,6 +6,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from armillary.core import compat
+from armillary.core.argument_checks import (
+    MAX_COUNT,
+    Window,
+    boundaries_of,
+    check_bool,
+    check_choice,
+    check_local,
+    check_tensor,
+    count,
+    documents_of,
+    integer,
+    number,
+    window_of,
+)
 from armillary.core.balance import uncut_spans
 from armillary.core.collectives.collective import PackedHeads, start_head_to_parts, start_packed_to_head
 from armillary.core.collectives.merge import pivot
@@ -24,11 +38,7 @@ from armillary.core.files import (
     writing,
 )
 from armillary.core.gradients import mesh_ranks, parameters_outside_fsdp
-from armillary.core.layout import Side
-from armillary.core.mesh import binds_device, check_axes
-from armillary.core.move_tables import Owners
-from armillary.core.observe import KINDS, NO_SPAN, PHASES, current_label, phase
-from armillary.core.ops import (
+from armillary.core.graph_ops import (
     OpArguments,
     define_op,
     define_pair,
@@ -41,6 +51,9 @@ from armillary.core.ops import (
     traced_axis,
     unpack,
 )
+from armillary.core.layout import Side
+from armillary.core.ledger import KINDS, PHASES, phase
+from armillary.core.mesh import binds_device, check_axes
 from armillary.core.slices import (
     FAR,
     MISSING,
@@ -60,20 +73,8 @@ from armillary.core.slices import (
 )
 from armillary.core.spans import Spans, cut
 from armillary.core.token_chunks import at_tokens, chunks, is_simulating, simulating
-from armillary.core.validation import (
-    MAX_COUNT,
-    Window,
-    boundaries_of,
-    check_bool,
-    check_choice,
-    check_local,
-    check_tensor,
-    count,
-    documents_of,
-    integer,
-    number,
-    window_of,
-)
+from armillary.core.token_move_tables import Owners
+from armillary.core.trace import NO_SPAN, current_label
 
 if TYPE_CHECKING:
     from armillary.core import dtensor

@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from armillary.core.validation import Window, check_bool, document_rows, window_of
+from armillary.core.argument_checks import Window, check_bool, document_rows, window_of
 
 FAR = 2**62
 """Larger than the distance of any two positions."""

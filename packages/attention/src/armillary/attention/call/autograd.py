@@ -5,8 +5,8 @@
                                 attention twice, and a compiled graph has no break
     Attention                   the `autograd.Function` around the op pair
 
-In eager mode the ops take a checked call, which is registered (`armillary.core.ops`). In a graph they take the objects
-of a `GraphCall`.
+In eager mode the ops take a checked call, which is registered (`armillary.core.graph_ops`). In a graph they take the
+objects of a `GraphCall`.
 """
 
 from __future__ import annotations

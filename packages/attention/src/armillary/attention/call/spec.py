@@ -177,7 +177,7 @@ class AttentionMethod(ABC):
     """Kernel, or its name, for calls without `kernel`; None: the preferred one of those that support the inputs."""
 
     registered_id: int
-    """Number under which a compiled graph finds the method (`armillary.core.ops`)."""
+    """Number under which a compiled graph finds the method (`armillary.core.graph_ops`)."""
     spec_cache: BoundedCache[tuple[tuple[Hashable, ...], AttentionOptions], AttentionSpec]
     """Specs of checked calls, by `call_properties` and options."""
     planned_specs: BoundedCache[tuple[Hashable, ...], AttentionSpec]

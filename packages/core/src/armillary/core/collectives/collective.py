@@ -30,10 +30,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.core import compat
+from armillary.core.argument_checks import check_tensor, integer
 from armillary.core.collectives.exchange import finish
+from armillary.core.ledger import phase
 from armillary.core.mesh import Axis
-from armillary.core.observe import end_span_on_wait, phase, record
-from armillary.core.validation import check_tensor, integer
+from armillary.core.trace import end_span_on_wait, record
 
 R = TypeVar("R")
 

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import compat
+from armillary.core.argument_checks import check_tensor, integer
 from armillary.core.collectives.collective import (
     check_dims,
     check_heads,
@@ -52,10 +53,9 @@ from armillary.core.collectives.collective import (
     tokens_on,
 )
 from armillary.core.collectives.merge import merge
+from armillary.core.graph_ops import define_linear, traced_axis
 from armillary.core.mesh import Axis
-from armillary.core.ops import define_linear, traced_axis
 from armillary.core.spans import cut
-from armillary.core.validation import check_tensor, integer
 
 
 def seq_to_head(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from armillary.core import compat
 from armillary.core.mesh import Axis
-from armillary.core.observe import NO_SPAN, Trace, end_span_on_wait, record, span
 from armillary.core.spans import TokenRanges
+from armillary.core.trace import NO_SPAN, Trace, end_span_on_wait, record, span
 
 ALIGNMENT = 16
 """Alignment in bytes that CUDA kernels need at the start of a row."""

@@ -20,8 +20,8 @@ from armillary.core.collectives.collective import (
     start_all_gather,
     start_scatter,
 )
+from armillary.core.ledger import phase
 from armillary.core.mesh import Axis
-from armillary.core.observe import phase
 
 MAX_DIMS = 4
 """Largest number of dims of `out` in the fused kernel: [B, T, H, Dv]."""

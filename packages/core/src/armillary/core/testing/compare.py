@@ -14,7 +14,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
-from armillary.core.observe import CommLedger
+from armillary.core.ledger import CommLedger
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 2e-6}
 """Largest relative error of attention's results and gradients, by dtype. Errors in 16 bits depend on the tensors, and

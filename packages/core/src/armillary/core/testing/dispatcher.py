@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from armillary.core import compat
-from armillary.core.observe import CommLedger
+from armillary.core.ledger import CommLedger
 
 
 class Traffic(NamedTuple):

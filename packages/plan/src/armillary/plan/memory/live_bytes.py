@@ -181,7 +181,7 @@ class LiveBytes(TorchDispatchMode):
             model(x).sum().backward()
         live.device.peak, live.device.breakdown()
 
-    A storage counts once, however many views it has. Its category is the label (`armillary.core.observe`) under
+    A storage counts once, however many views it has. Its category is the label (`armillary.core.trace`) under
     which it was allocated, unless `pin` sets another. Storages without a label that FSDP2 handles are "parameters" or
     "gradients"; all others without a label are "other". Allocations under a label with `host=True` are booked as host
     memory.

@@ -36,8 +36,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import compat
 from armillary.core.layout import SequenceLayout
+from armillary.core.ledger import phase
 from armillary.core.mesh import Axis
-from armillary.core.observe import phase
 from armillary.core.slices import Segmented
 
 # -- objects that a graph refers to by name or number -----------------------------------------------------------------

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 
 from armillary.core import compat
+from armillary.core.argument_checks import check_dim, check_tensor
 from armillary.core.collectives.collective import Collective, accumulation_dtype, start_parts
+from armillary.core.graph_ops import TracedAxis
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
-from armillary.core.ops import TracedAxis
 from armillary.core.slices import Integers, Segmented, Segments, check_lookahead, segments_of
-from armillary.core.validation import check_dim, check_tensor
 
 FLAT = -1
 """Given as the dim of tokens: the tokens of several rows are flattened into dim 0, row by row."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_neighbours import N, layouts
+from test_token_moves import N, layouts
 
 from armillary.core import Axis, CommLedger, halo, relayout, shift, short_convolution
 from armillary.core.testing import mesh

@@ -29,10 +29,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
 from armillary.core import compat
+from armillary.core.argument_checks import check_tensor, integer
 from armillary.core.collectives.collective import linear
+from armillary.core.graph_ops import TracedAxis, define_linear, define_pair, traced_axis
 from armillary.core.layout import SequenceLayout
 from armillary.core.mesh import Axis
-from armillary.core.move_tables import (
+from armillary.core.slices import Segmented, Segments, check_lookahead, segments_of
+from armillary.core.token_move_tables import (
     FLAT,
     TokenMove,
     check_shards,
@@ -44,9 +47,6 @@ from armillary.core.move_tables import (
     start_return,
     tokens_dim,
 )
-from armillary.core.ops import TracedAxis, define_linear, define_pair, traced_axis
-from armillary.core.slices import Segmented, Segments, check_lookahead, segments_of
-from armillary.core.validation import check_tensor, integer
 
 Documents = Sequence[int] | Sequence[Sequence[int]] | Tensor | None
 """Document boundaries 0, end of the first, ..., N; or one list of boundaries per row."""
