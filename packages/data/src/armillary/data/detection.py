@@ -102,12 +102,7 @@ def open_tokens(path: Path, model_folder: Path | None = None) -> TokenStore:
 
 
 def read_tokenizer(path: Path | None, begin_of_document: str | None = None) -> TwoWayTokenizer:
-    """Reads the tokenizer of a file or Hugging Face folder.
-
-    Returns a `ByteTokenizer` if `path` is None, or is a folder without tokenizer and no `begin_of_document` is given.
-
-    Args:
-        begin_of_document: name of the token before each text; by default the one in the tokenizer's files, if any.
+    """Reads the tokenizer of a file or Hugging Face folder; of None, or a folder without one, a `ByteTokenizer`.
 
     Raises:
         ValueError: not a tokenizer.json, another file that cannot be read, or the library for it is not installed.
@@ -122,12 +117,7 @@ def read_tokenizer(path: Path | None, begin_of_document: str | None = None) -> T
 
 
 def tokenizer_of(path: Path, begin_of_document: str | None = None) -> TwoWayTokenizer:
-    """Returns the tokenizer of a store, or a `ByteTokenizer` for text.
-
-    Raises:
-        ValueError: the path does not exist, is a store that does not have its tokenizer, or the tokenizer cannot be
-            read.
-    """
+    """Returns the tokenizer of a store, or a `ByteTokenizer` for text. Raises ValueError if the store lacks its own."""
     if not path.exists() and not is_store(path):
         raise ValueError(f"{path} does not exist")
     if is_folder(path):
@@ -142,5 +132,4 @@ def tokenizer_of(path: Path, begin_of_document: str | None = None) -> TwoWayToke
 
 
 def has_tokenizer(folder: Path | None) -> bool:
-    """Returns True if a folder has the files of a tokenizer."""
     return folder is not None and any((folder / name).exists() for name in TOKENIZER_FILES)

@@ -97,11 +97,7 @@ class LayoutStatistics:
 
 
 def packed_rows(store: TokenStore, length: int, packing: Packing, rows: int) -> list[PackedRow]:
-    """Returns at most the first `rows` rows of a packed store's first epoch.
-
-    Raises:
-        ValueError: no rows, or `PackedSequences` refuses an argument.
-    """
+    """Returns at most the first `rows` rows of a packed store's first epoch."""
     check_minimum(1, rows=rows, length=length)
     check_length([store], length)
     layout = SequenceLayout.contiguous(length, 1)
@@ -120,9 +116,6 @@ def measure_layouts(
     Args:
         token_bytes: bytes sent per token and hop, forward and backward.
         progress: called with the number of measured rows and the number of all rows, counted for each layout.
-
-    Raises:
-        ValueError: more shards than tokens, or none.
     """
     check_minimum(1, shards=shards)
     length = rows[0].ends[-1]

@@ -58,7 +58,7 @@ before its document ends must be the last piece of its row."""
 
 
 def permutation(n: int, key: str) -> Index:
-    """Returns the integers 0..n-1 in random order: int64 [n], a function of `n` and `key`."""
+    """Returns the integers 0..n-1 in an order that depends on `n` and `key` alone: int64 [n]."""
     return np.argsort(random_bits(key, np.arange(n)), kind="stable")
 
 
@@ -108,14 +108,9 @@ def best_fit(lengths: Index, length: int, key: str) -> Packed:
 
 
 def best_fit_rows(sizes: Index, row_size: int) -> Index:
-    """Returns the row of each item, int64 [M], by best fit: the fullest row that has room for the item.
-
-    Items are placed from the largest to the smallest. Items of equal size are placed together, so the number of
-    iterations is about the number of different sizes.
-
-    Args:
-        sizes: int64 [M], each 1 to row_size.
-    """
+    """Returns the row of each item, int64 [M], by best fit: the fullest row that has room for the item."""
+    # From the largest item to the smallest. Items of equal size are placed together, so the number of iterations is
+    # about the number of different sizes.
     rows, free, row_count = np.empty(len(sizes), np.int64), FreeRows(), 0
     order = np.argsort(-sizes, kind="stable")
     # Groups of items of equal size, the largest size first.
@@ -162,8 +157,7 @@ class FreeRows:
         return chosen_rows
 
     def put(self, room: int, rows: list[int]) -> None:
-        """Adds rows with this room; full rows (room 0) are not kept."""
-        if room and rows:
+        if room and rows:  # full rows are not kept
             if room not in self._rows:
                 insort(self._rooms, room)
             self._rows.setdefault(room, []).extend(rows)

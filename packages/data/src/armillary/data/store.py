@@ -45,8 +45,7 @@ class Vocabulary:
 class TokenStore:
     """Tokenized documents, read on demand.
 
-    `open_store` maps files into memory; `TokenStore.of` tokenizes a few documents in memory. A store takes at most 24
-    bytes of memory per document, in addition to the tokens that are read.
+    `open_store` maps files into memory; `TokenStore.of` tokenizes a few documents in memory.
 
     Args:
         name: name in error messages; usually a path.
@@ -86,11 +85,7 @@ class TokenStore:
 
     @classmethod
     def of(cls, documents: Iterable[Document], tokenizer: Tokenizer, name: str = "documents") -> TokenStore:
-        """Tokenizes documents in memory. Documents without text are left out.
-
-        Raises:
-            ValueError: no document has text.
-        """
+        """Tokenizes documents in memory. Raises ValueError if no document has text; those without are left out."""
         documents = [document for document in documents if document.text]
         if not documents:
             raise ValueError(f"{name}: all documents are empty; give at least one with text")
@@ -135,11 +130,7 @@ class TokenStore:
         return self._read(self._plain_arrays, document, start, stop, step)
 
     def read_labels(self, document: int, start: int, stop: int, step: int = 1) -> Integers:
-        """Returns the labels that tokens `start`, `start + step`, ... are for the tokens before them, or `IGNORE`.
-
-        Raises:
-            IndexError, DamagedInput: as `read`.
-        """
+        """Returns, as `read`, the labels that tokens `start`, `start + step`, ... are for the tokens before them."""
         if self._label_arrays is None:
             return self.read(document, start, stop, step)
         return self._read(self._label_arrays, document, start, stop, step, ignored=IGNORE)
@@ -153,7 +144,7 @@ class TokenStore:
         step: int,
         ignored: int | None = None,
     ) -> Integers:
-        """Reads from `arrays`. Values other than `ignored` must be tokens of the vocabulary."""
+        # Values other than `ignored` must be tokens of the vocabulary.
         first, end = int(self.starts[document]), int(self.stops[document])
         if not 0 <= start <= stop <= end - first:
             raise IndexError(
@@ -195,12 +186,10 @@ class TokenStore:
     def split(self, validation_fraction: float = 0.05) -> tuple[TokenStore, TokenStore]:
         """Splits documents into (training, validation), deterministically. Both stores have at least one document.
 
-        A document is in the validation store if the hash of its text is below a threshold. So the choice does not
-        depend on other documents, on their order or on the tokenizer. Copies of a text are in the same store, unless
-        all documents are copies of one text. Megatron's files and `datasets` folders have no hashes of texts: there the
-        choice depends on the number of the document. A store that would be empty gets the documents with the hash
-        nearest to the threshold. Empty documents are left out. The fraction counts documents, not tokens. If the store
-        has a single document, it is cut in two: its last `validation_fraction` of tokens is the validation document.
+        The choice does not depend on other documents, on their order or on the tokenizer. Copies of a text are in the
+        same store, unless all documents are copies of one text. In Megatron's files and `datasets` folders the choice
+        depends on the number of the document. Empty documents are left out. The fraction counts documents, not tokens.
+        If the store has a single document, its last `validation_fraction` of tokens is the validation document.
 
         Raises:
             ValueError: a fraction that is not between 0 and 1; less than 2 tokens to split.
@@ -214,6 +203,8 @@ class TokenStore:
                 raise ValueError(f"{self.name} has {size} tokens to split; give at least 2")
             cut = self.stops - min(max(round(size * validation_fraction), 1), size - 1)
             return self._with_ranges(self.starts, cut, self.hashes), self._with_ranges(cut, self.stops, self.hashes)
+        # A document is for validation if the hash of its text is below a threshold. If all hashes are, or none, the
+        # nearest ones change sides.
         hashes = random_bits("documents", np.arange(len(self))) if self.hashes is None else self.hashes
         # Hashes are uniform in 0..2^64 - 1, so this fraction of them is below the threshold.
         validation = hashes < np.uint64(int(validation_fraction * 2.0**64))
@@ -240,20 +231,15 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def stable_hash(key: bytes | str) -> int:
-    """Returns a 64-bit hash of `key` that is equal in every process, which Python's own `hash` is not.
-
-    Surrogate escapes, as in file names that are not valid UTF-8, are accepted.
-    """
+    """Returns a 64-bit hash of `key` that is equal in every process, which Python's own `hash` is not."""
+    # Surrogate escapes are in file names that are not valid UTF-8.
     data = key if isinstance(key, bytes) else key.encode("utf-8", "surrogateescape")
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
 
 
 def random_bits(key: str, indices: Index) -> npt.NDArray[np.uint64]:
-    """Returns 64 random bits for each index i, uint64: splitmix64's output at i steps after the hash of `key`.
-
-    Each output is computed directly, without the earlier ones. The constants are those of Steele, Lea and Flood,
-    "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014).
-    """
+    """Returns 64 random bits for each index i, uint64: splitmix64's output at i steps after the hash of `key`."""
+    # The constants of Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators" (OOPSLA 2014).
     x = indices.astype(np.uint64)
     x *= np.uint64(0x9E3779B97F4A7C15)  # uint64 arrays wrap around, as the generator requires
     x += np.uint64(stable_hash(key))

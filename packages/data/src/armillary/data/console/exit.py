@@ -1,9 +1,4 @@
-"""Exits of commands: an expected error is printed in one line on stderr and decides the exit code.
-
-Under torchrun the report of a rank that ends is in the rank's error file. torchrun prints the error files of all its
-ranks when it ends, and the earliest one last, as the root cause. So the first rank that fails writes the cause, and
-ranks that end because of it write only which rank that is.
-"""
+"""Exits of commands: an expected error is printed in one line on stderr and decides the exit code."""
 
 from __future__ import annotations
 
@@ -68,7 +63,7 @@ def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) 
 
 @contextmanager
 def flag_in_errors(flag: str) -> Generator[None]:
-    """Context manager that puts a flag in front of the message of a ValueError of its block."""
+    """Puts a flag in front of the message of a ValueError of its block."""
     try:
         yield
     except ValueError as error:
@@ -76,7 +71,6 @@ def flag_in_errors(flag: str) -> Generator[None]:
 
 
 def exit_with(program: str, reason: str, code: int) -> NoReturn:
-    """Reports the reason in one line and ends the process with exit code `code`. See `report_failure`."""
     report_failure(program, one_line(reason))
     sys.exit(code)
 
@@ -94,7 +88,6 @@ def one_line(text: str) -> str:
 
 
 def print_lines(*lines: str) -> None:
-    """Prints lines, `printable`, on stdout."""
     print(*map(printable, lines), sep="\n", flush=True)
 
 
@@ -150,7 +143,9 @@ def report_failure(
         return False
     if path.exists():
         return True
-    # 1. The first rank that fails writes the whole report; its date is before those of all others.
+    # torchrun prints the error files of all its ranks when it ends, and the earliest one last, as the root cause.
+    # 1. The first rank that fails writes the whole report, dated before those of all others. Ranks that end because of
+    # it write only which rank that is.
     text = "".join(f"{prefix}{line}\n" for line in (*context, cause))
     if error is not None:  # its frames and those of its causes, without its own message, which `cause` has
         message = "".join(traceback.format_exception_only(error))
@@ -197,10 +192,8 @@ def first_failure(path: Path, failure: FirstFailure) -> FirstFailure | None:
 
 
 def printable(text: str) -> str:
-    """Returns the text with unprintable characters escaped, except line feeds.
-
-    For all that commands print: names and values in files may have escape codes, which would control the terminal.
-    """
+    """Returns the text with unprintable characters escaped, except line feeds."""
+    # Names and values in files may have escape codes, which would control the terminal.
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "surrogatepass").decode() for c in text
     )

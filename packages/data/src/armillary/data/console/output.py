@@ -1,8 +1,4 @@
-"""Output of commands: plain-text tables, pictures as PNGs, and a progress bar on stderr.
-
-Tables are as wide as needed on a pipe, and wrapped between words on a terminal; no text is cut. They are not rich's,
-which cannot put a cell below its row (`Column.own_line`), and cut words that are wider than their column.
-"""
+"""Output of commands: plain-text tables, pictures as PNGs, and a progress bar on stderr."""
 
 from __future__ import annotations
 
@@ -59,6 +55,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int |
         rows: a cell for each column; an empty row is a ruled line.
         width: largest number of characters in a line. The table is wider if a word or number would be cut otherwise.
     """
+    # Not rich's tables, which cannot put a cell below its row and cut words that are wider than their column.
     # 1. If the table is too wide, some columns are printed below their rows.
     rows, inline = list(rows), list(range(len(columns)))
     if width is not None and line_width(column_widths(columns, rows)) > width:
@@ -94,10 +91,7 @@ def table(columns: Sequence[Column], rows: Iterable[Sequence[str]], width: int |
 
 
 def column_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> list[int]:
-    """Returns the width of each column in characters, reduced as far as words allow until a line has at most `width`.
-
-    Columns of numbers, whose heads wrap, are reduced before columns of words; of each kind the widest first.
-    """
+    """Returns the width of each column in characters, reduced as words allow until a line has at most `width`."""
     widths, minima = list[int](), list[int]()
     for i, column in enumerate(columns):
         cells = [row[i] for row in rows if row]
@@ -105,13 +99,13 @@ def column_widths(columns: Sequence[Column], rows: Sequence[Sequence[str]], widt
         words = [*column.head.split(), *(line for cell in cells for line in column.lines(cell, 1))]
         minima.append(max(map(len, words), default=0))
     while width is not None and line_width(widths) > width and widths != minima:
+        # Columns of numbers, whose heads wrap, before columns of words; of each kind the widest first.
         reducible = [i for i in range(len(widths)) if widths[i] > minima[i]]
         widths[max(reducible, key=lambda i: (not columns[i].text, widths[i]))] -= 1
     return widths
 
 
 def line_width(widths: Sequence[int]) -> int:
-    """Returns the characters of a line with columns of these widths."""
     return sum(widths) + len(GAP) * (len(widths) - 1)
 
 
@@ -124,11 +118,8 @@ def wrap_words(text: str, width: int) -> list[str]:
 
 
 def check_picture(path: Path, flag: str) -> None:
-    """Checks the path of a PNG to write, so that a command fails before it starts its work.
-
-    Raises:
-        ValueError: another suffix, a folder, or a missing parent folder. The message names `flag`.
-    """
+    """Raises ValueError, which names `flag`, unless a PNG can be written to the path."""
+    # Called before the work, so that a command does not fail at its end.
     if path.suffix.lower() != ".png":
         raise ValueError(f"{flag} {path}: pictures are PNGs; give a name that ends in .png")
     if path.is_dir() or not path.parent.is_dir():
@@ -137,20 +128,14 @@ def check_picture(path: Path, flag: str) -> None:
 
 
 def print_written(path: Path) -> None:
-    """Prints the name of a file that a command has written, on stderr: stdout may be JSON."""
-    print(f"written to {path}", file=sys.stderr)
+    print(f"written to {path}", file=sys.stderr)  # stdout may be JSON
 
 
 @contextmanager
 def picture(path: Path, size: tuple[float, float], package: str) -> Generator[Any]:
     """Context manager that yields a figure of `size` inches, and writes it to `path` if the block raises no error.
 
-    Args:
-        package: the distribution whose extra `plot` installs matplotlib.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        OSError: the file cannot be written.
+    Raises ImportError if matplotlib is not installed: the extra `plot` of `package`.
     """
     figure = optional("matplotlib.figure", "plot", package).Figure(size, layout="constrained")
     yield figure

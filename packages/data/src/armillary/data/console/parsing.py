@@ -68,7 +68,7 @@ def refuse_removed(argv: Sequence[str], removed: Mapping[str, str]) -> None:
 
 @contextmanager
 def _one_line_errors() -> Generator[None]:
-    """Context manager that raises tyro's boxed error message as a ValueError of one line, as ranks print errors."""
+    # tyro prints a box; ranks print errors in one line.
     box = io.StringIO()
     try:
         with redirect_stderr(box):

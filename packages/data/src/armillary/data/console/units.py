@@ -42,7 +42,6 @@ def byte_quantity(text: str | int) -> int:
 
 
 def _parse(text: str | int, kind: str, *, minimum: int, in_bytes: bool) -> int:
-    """Parses an integer of at least `minimum`; `kind` describes accepted numbers in messages."""
     text = str(text).strip()
     match = NUMBER.fullmatch(text)
     if match is None or len(text) > MAX_CHARACTERS:

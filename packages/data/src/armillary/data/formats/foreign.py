@@ -28,11 +28,7 @@ def is_arrow(path: Path) -> bool:
 
 
 def is_single_dataset(folder: Path) -> bool:
-    """Returns True for a folder written by `Dataset.save_to_disk`.
-
-    Raises:
-        ValueError: the folder of a `DatasetDict`, which has several splits.
-    """
+    """Returns True for a folder written by `Dataset.save_to_disk`. Raises ValueError for that of a `DatasetDict`."""
     splits = folder / "dataset_dict.json"
     if splits.is_file():
         try:
@@ -44,13 +40,7 @@ def is_single_dataset(folder: Path) -> bool:
 
 
 def open_arrow(path: Path, column: str = "input_ids") -> TokenStore:
-    """Maps the Arrow files of a folder written by `Dataset.save_to_disk`; each row is a document.
-
-    Raises:
-        ImportError: `datasets` is not installed.
-        ValueError: `load_dataset` refuses the folder; no such column, or one that is not lists of integers; no rows;
-            lists of labels that are not as long as those of tokens.
-    """
+    """Maps the Arrow files of a folder written by `Dataset.save_to_disk`; each row is a document."""
     dataset = load_dataset(path)
     table = dataset.data.table
     arrays, starts, stops = _read_lists(path, table, column)
@@ -90,12 +80,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def load_dataset(path: Path) -> Any:
-    """Loads the dataset in a folder, with its files mapped into memory.
-
-    Raises:
-        ImportError: `datasets` is not installed.
-        ValueError: a folder with several splits, or one that cannot be read.
-    """
+    """Loads the dataset in a folder, with its files mapped into memory. Raises ValueError if it cannot be read."""
     datasets = optional("datasets", "datasets")
     is_single_dataset(path)
     try:
@@ -191,13 +176,7 @@ def megatron_prefix(path: Path) -> Path | None:
 
 
 def open_megatron(prefix: Path) -> TokenStore:
-    """Maps the documents of `prefix.bin` and `prefix.idx` into memory.
-
-    The files do not record a vocabulary, nor if an end-of-document token follows each document.
-
-    Raises:
-        ValueError: a file that is cut off, too long or of another format, or an index that `bounds` refuses.
-    """
+    """Maps the documents of `prefix.bin` and `prefix.idx` into memory; the files do not record a vocabulary."""
     tokens_path, index_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     index = MegatronIndex.read(index_path)
     starts, stops = index.bounds(index_path)

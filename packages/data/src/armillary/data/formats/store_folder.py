@@ -74,7 +74,6 @@ class Header:
         }
 
     def check_sizes(self, folder: Path) -> None:
-        """Raises ValueError unless the `.bin` files in `folder` have the sizes that the header implies."""
         for name, expected in self.sizes().items():
             path = folder / name
             with readable(path, f"its header says {expected} bytes"):
@@ -95,11 +94,6 @@ class Header:
 
     @classmethod
     def read(cls, folder: Path) -> Header:
-        """Reads the header of a folder.
-
-        Raises:
-            ValueError: another format or version, or a file that cannot be read.
-        """
         path = folder / HEADER
         try:
             values: Any = read_json(path)
@@ -136,12 +130,7 @@ class Header:
 
 
 def open_folder(path: Path) -> TokenStore:
-    """Maps the store in a folder into memory. Checks the sizes of its files; `verify_folder` compares checksums.
-
-    Raises:
-        ValueError: another format; a file that is missing, cut off or too long; boundaries of documents that decrease
-            or do not run from 0 to the number of tokens.
-    """
+    """Maps the store in a folder into memory. Checks the sizes of its files; `verify_folder` compares checksums."""
     header = Header.read(path)
     header.check_sizes(path)
     tokens, hashes = map_file(path / TOKENS, header.token_type), map_file(path / HASHES, np.dtype("<u8"))
@@ -198,12 +187,7 @@ class Part:
 
 
 class StoreWriter:
-    """Appends parts to the files of a store; `finish` writes its header.
-
-    Args:
-        folder: an empty folder.
-        dtype: dtype of the tokens on disk.
-    """
+    """Appends parts to the files of a store in an empty folder; `finish` writes its header."""
 
     def __init__(self, folder: Path, dtype: np.dtype[Any]) -> None:
         self.folder, self._dtype = folder, dtype.newbyteorder("<")
@@ -220,7 +204,6 @@ class StoreWriter:
         self.tokens, self.documents = self.tokens + len(part.tokens), self.documents + len(part.lengths)
 
     def finish(self, vocabulary: Vocabulary, summary: dict[str, Any]) -> Header:
-        """Flushes the files to disk, then writes the header."""
         for file in self._files.values():
             file.sync()
         checksums = {name: file.checksums for name, file in self._files.items()}
@@ -245,7 +228,6 @@ class BlockFile:
         self._file = path.open("wb", buffering=0)
 
     def add(self, array: npt.NDArray[Any]) -> None:
-        """Appends the bytes of an array."""
         data = array.view(np.uint8).data
         while data:
             # Writes at most to the end of the block, so that each write belongs to one checksum.
@@ -266,17 +248,15 @@ class BlockFile:
 
 
 def is_folder(path: Path) -> bool:
-    """Returns True if a path is a complete store of this format."""
     return (path / HEADER).is_file()
 
 
 def partial_folder(path: Path) -> Path:
-    """Returns the folder of the store while it is incomplete."""
     return Path(f"{path}.partial")  # with_name would refuse "." and "/"
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Writes a file atomically: its bytes are on disk before it has its name."""
+    # Its bytes are on disk before it has its name.
     write_whole(path, lambda partial: write_synced(partial, [data]))
 
 
@@ -289,7 +269,6 @@ def check_size(path: Path, size: int, expected: int, source: str) -> None:
 
 
 def map_file(path: Path, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Maps a file into memory as a 1-D array."""
     with open_file(path) as file:
         is_empty = not os.fstat(file.fileno()).st_size  # empty files cannot be mapped
         return np.empty(0, dtype) if is_empty else np.memmap(file, dtype, "r")

@@ -78,9 +78,6 @@ class Batches(ABC):
     `rows_per_batch` consecutive rows. So global batches are equal on all meshes with the same number of rows per step.
     No communication.
 
-    A new iteration continues after the batch that was returned most recently, or from the loaded state. `batch` returns
-    the batch of any step.
-
     Args:
         layout: layout of a row's `layout.length` tokens, N, over shards.
         shard: this rank's shard of the layout.
@@ -89,9 +86,6 @@ class Batches(ABC):
             have the same `replica`.
         ahead: number of batches to prefetch in a thread.
         settings: JSON values on which the tokens of rows depend. `load_state_dict` refuses a state with other values.
-
-    Raises:
-        ValueError: a shard or replica out of range, rows_per_batch or replicas below 1, ahead below 0.
     """
 
     def __init__(
@@ -124,17 +118,12 @@ class Batches(ABC):
         return self.rows_per_step * self._layout.length
 
     def batch(self, step: int) -> Batch:
-        """Returns the batch of a step, counted from 0, independently of iteration.
-
-        Raises:
-            ValueError: a step below 0.
-        """
+        """Returns the batch of a step, counted from 0, independently of iteration."""
         check_minimum(0, step=step)
         return self._batch_from(step * self.rows_per_step)
 
     def __iter__(self) -> Self:
-        """Returns itself: a second loop continues after the first one."""
-        return self
+        return self  # a second loop continues after the first one
 
     def __next__(self) -> Batch:
         """Returns the next batch. If reading it fails, the following call tries the same batch again."""
@@ -176,12 +165,10 @@ class Batches(ABC):
 
 
 class Prefetch(Generic[T]):
-    """Numbered items, such as batches, which one thread makes before they are needed.
+    """Numbered items, which one thread makes by `make(number)` before they are needed."""
 
-    Args:
-        make: makes the item with a given number; called in the thread. `get` raises an exception of `make` with its
-            traceback, and the next `get` of that number calls `make` again, so a run survives a disk that recovers.
-    """
+    # `get` raises an exception of `make` with its traceback, and the next `get` of that number calls `make` again: a
+    # run survives a disk that recovers.
 
     def __init__(self, make: Callable[[int], T]) -> None:
         self._make, self._process = make, -1
@@ -202,7 +189,6 @@ class Prefetch(Generic[T]):
 
 
 def check_minimum(minimum: int, **values: int) -> None:
-    """Raises ValueError if one of the named values is below `minimum`."""
     for name, value in values.items():
         if value < minimum:
             raise ValueError(f"{name} must be at least {minimum}; got {value}")

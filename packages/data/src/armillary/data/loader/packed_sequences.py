@@ -1,10 +1,7 @@
 """Rows of N tokens packed from documents, of which each rank reads its own shard.
 
-1. `PackedSequences` numbers the rows of all stores, mixed by weight (`source_at`), and makes batches of them.
-2. `Epochs` numbers the rows of one store over all epochs: an epoch shuffles the documents, packs them and shuffles the
-   rows. Only the lengths of documents are needed for this.
-3. `read_shard` reads the tokens and labels of a rank's shard of a row: each token once, and one more per span for its
-   last label; twice as many values if the layout has steps, or the store labels of its own.
+`PackedSequences` numbers the rows of all stores, mixed by weight (`source_at`); `Epochs` numbers those of one store;
+`read_shard` reads a rank's shard of a row.
 """
 
 from __future__ import annotations
@@ -39,12 +36,9 @@ class PackedSequences(Batches):
     packing, the weights and the seed, which must be equal on all ranks; layouts and the number of ranks decide which
     rank holds which token.
 
-    A rank reads the tokens of its shard in the store's dtype, and no others but one for each span. No communication.
-    The loader takes 16 bytes of memory per document, and a packed epoch 24 per piece of a document and 16 per row; two
-    epochs are kept.
-
-    A new iteration continues after the batch that was returned most recently, or from the loaded state. `batch` returns
-    the batch of any step.
+    A rank reads the tokens of its shard, and no others but one for each span. No communication. The loader takes 16
+    bytes of memory per document, and each of two packed epochs 24 per piece of a document and 16 per row. A new
+    iteration continues after the last batch that was returned, or from the loaded state.
 
     Args:
         stores: one or several stores of the same tokenizer.
@@ -174,7 +168,6 @@ def check_length(stores: Sequence[TokenStore], length: int) -> None:
 
 
 def check_vocabularies(stores: Sequence[TokenStore]) -> None:
-    """Raises ValueError for no stores, and for stores whose files name different vocabularies."""
     if not stores:
         raise ValueError("there are no stores to pack; give at least one")
     stores_with_tokenizer = [store for store in stores if store.vocabulary.tokenizer is not None]
@@ -226,9 +219,6 @@ class Epochs:
     Args:
         length: tokens of a row, N.
         key: key of all shuffles, which contains the seed.
-
-    Raises:
-        ValueError: a store without tokens, or a packing that puts no tokens or more than N into a row.
     """
 
     def __init__(self, store: TokenStore, length: int, packing: Packing, key: str) -> None:
@@ -244,7 +234,6 @@ class Epochs:
         """Rows of each epoch."""
 
     def row(self, number: int) -> PackedRow:
-        """Returns row `number`, counted from 0 over all epochs."""
         epoch, index = divmod(number, self.rows)
         packed_rows, order = self._epoch(epoch)
         # The packing counts only documents with tokens.
@@ -256,7 +245,6 @@ class Epochs:
         return PackedRow(self._store, pieces, ends if ends[-1] == self._length else (*ends, self._length))
 
     def waste(self) -> Waste:
-        """Returns the cost of the packing in the first epoch."""
         packed_rows, sizes = self._epoch(0)[0], self._sizes
         packed_tokens = int(packed_rows.lengths.sum())
         uncut = int((packed_rows.lengths == sizes[packed_rows.documents]).sum())  # pieces that are full documents
@@ -273,7 +261,6 @@ class Epochs:
             return self._packed(number)
 
     def _pack(self, epoch: int) -> tuple[Packed, Index]:
-        """Packs an epoch. Called by `_epoch`, which caches the result."""
         key = f"{self._key}, epoch {epoch}"
         packed_rows = self._packing(self._sizes, self._length, f"documents of {key}")
         # `row` derives the epoch from the number of a row, so every epoch must have the same number of rows.
@@ -290,13 +277,9 @@ class Epochs:
 
 
 def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, starts: Index | None = None) -> None:
-    """Reads a shard of a row, the tokens at its positions `spans`, into arrays that the caller allocates.
+    """Reads the tokens at positions `spans` of a row, and their labels, into the caller's arrays int64 [T].
 
     Args:
-        tokens: int64 [T], receives the tokens. Padding is the end-of-document token, or 0 if the store does not record
-            one.
-        labels: int64 [T], receives for each token the next token of the same document, or the store's label of it, or
-            `IGNORE`.
         starts: int64 [T], receives the position in the row of the first token of each token's piece, from which
             `reset_positions` counts. None if positions are not reset.
     """
@@ -312,7 +295,7 @@ def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, start
             if starts is not None:
                 starts[target] = row.ends[number]
             if number == len(row.pieces):  # padding counts as one more piece
-                tokens[target], labels[target] = store.vocabulary.end_of_document or 0, IGNORE
+                tokens[target], labels[target] = store.vocabulary.end_of_document or 0, IGNORE  # 0 if it is unknown
                 continue
             # 2. Their token indices in the document of the piece. The last token of a document has no label.
             piece = row.pieces[number]
@@ -335,13 +318,10 @@ def read_shard(row: PackedRow, spans: Spans, tokens: Index, labels: Index, start
 
 
 def source_at(index: int, weights: Sequence[Fraction]) -> tuple[int, int]:
-    """Returns (source of item `index` of a weighted mixture of S sources, number of that source's earlier items).
-
-    Item k of source s, counted from 0, has the sort key (k + 1/2) / weights[s], and the mixture has the items of all
-    sources in the order of their keys. So the number of items of a source among the first n of the mixture differs from
-    its proportion of n by at most 1 with up to three sources, and by at most S / 2 with more. Each index is computed
-    directly, without the earlier ones.
-    """
+    """Returns (source of item `index` of a weighted mixture, number of that source's earlier items)."""
+    # Item k of source s, counted from 0, has the sort key (k + 1/2) / weights[s], and the mixture has the items of all
+    # sources in the order of their keys. So the number of items of a source among the first n differs from its
+    # proportion of n by at most 1 with up to three of S sources, and by at most S / 2 with more.
     # Source s has about weights[s] * key + 1/2 items with sort keys up to `key`. The sum of these numbers over all
     # sources is `index` for the key below. `items_until` rounds each number down, so the counts add up to at most
     # `index`; the loop adds the few items that are missing.

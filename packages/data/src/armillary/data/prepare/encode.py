@@ -69,11 +69,7 @@ class Encoder:
     invalid: OnInvalid
 
     def __call__(self, chunk: InputChunk) -> tuple[Part, Counts]:
-        """Returns the tokens of a chunk's documents, with an end-of-document token after each.
-
-        Raises:
-            ValueError: a file that can no longer be read, or a document that the policy refuses.
-        """
+        """Returns the tokens of a chunk's documents. Raises ValueError for a document that the policy refuses."""
         tokenizer, counts = tokenizer_in(self.folder), Counts()
         dtype = token_dtype(tokenizer.vocab_size)
         end = np.array([tokenizer.end_of_document], dtype)
@@ -136,11 +132,7 @@ def tokenizer_in(folder: Path) -> Tokenizer:
 
 @lru_cache(maxsize=1)
 def _build(folder: Path, definition: bytes, config: bytes) -> Tokenizer:
-    """Reads the tokenizer of a folder.
-
-    The content of its files is an argument only to be part of the cache's key: the same folder may have had another
-    store before.
-    """
+    # The content of the files is part of the cache's key: the same folder may have had another store before.
     return TextTokenizer.read(folder)
 
 

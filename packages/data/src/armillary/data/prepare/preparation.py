@@ -1,12 +1,4 @@
-"""`prepare`: tokenizes input files into the folder of a store, in several processes, all or nothing.
-
-1. The files of the store are written to the folder `path.partial`, in the order of the input; the header comes last.
-2. The complete folder is renamed to `path`. With `overwrite`, the store there is first renamed to `path.replaced`.
-
-A run that fails removes its folder. A killed run leaves it, and the next run removes it and starts again; after a kill
-between the two renames it first renames `path.replaced` back. A run of the same input and settings as those of the
-store at `path` changes nothing.
-"""
+"""`prepare`: tokenizes input files into the folder of a store, in several processes, all or nothing."""
 
 from __future__ import annotations
 
@@ -85,7 +77,7 @@ class Preparation:
 
 @dataclass
 class Progress:
-    """Progress of a preparation: its current step, bytes of input, and tokens and counts of documents so far."""
+    """The current step, bytes of input, and tokens and counts of documents so far."""
 
     step: str
     done_bytes: int
@@ -206,11 +198,7 @@ def _check_paths(plan: Preparation) -> None:
 
 
 def _resolve(path: Path) -> Path:
-    """Returns the path with symbolic links resolved.
-
-    Raises:
-        ValueError: circular links, or an invalid path, such as one with a zero byte.
-    """
+    """Returns the path with symbolic links resolved. Raises ValueError for circular links and invalid paths."""
     try:
         target = Path(os.path.realpath(path))
     except ValueError as error:
@@ -242,11 +230,8 @@ def _sample(input_chunks: Sequence[InputChunk]) -> Iterator[str]:
 
 @contextmanager
 def lock_output(path: Path) -> Generator[None]:
-    """Locks the output against other processes. If a process is killed, the system releases its lock.
-
-    Raises:
-        ValueError: another process prepares the same output.
-    """
+    """Locks the output. Raises ValueError if another process has locked it."""
+    # The system releases the lock of a killed process.
     lock = path.with_name(path.name + ".lock")
     try:
         with FileLock(lock, blocking=False):
@@ -271,7 +256,7 @@ def _new_folder(plan: Preparation, key: str) -> Generator[Path | None]:
             in folders to remove.
     """
     output, folder, replaced = plan.output, partial_folder(plan.output), Path(f"{plan.output}.replaced")
-    # 1. Clean up after killed runs.
+    # 1. Clean up after killed runs: finish or undo the second of the renames below, and remove incomplete folders.
     if is_folder(replaced) and not output.exists():
         replaced.rename(output)
     for remains in (replaced, folder):
@@ -302,11 +287,7 @@ def _new_folder(plan: Preparation, key: str) -> Generator[Path | None]:
 
 
 def _remove(folder: Path) -> None:
-    """Removes what a killed run left in a folder, if it exists.
-
-    Raises:
-        ValueError: the folder has other files than those of a store.
-    """
+    """Removes what a killed run left in a folder. Raises ValueError if it has other files than those of a store."""
     if not folder.exists():
         return
     foreign = sorted({file.name.removesuffix(".new").removesuffix(".partial") for file in folder.iterdir()} - FILES)

@@ -1,7 +1,4 @@
-"""Input of a preparation: `chunks` cuts files into chunks, `documents` reads the documents of one chunk.
-
-Worker processes read chunks independently of each other. The chunks and their order depend only on the input.
-"""
+"""Input of a preparation: `chunks` cuts files into chunks, `documents` reads the documents of one chunk."""
 
 from __future__ import annotations
 
@@ -34,11 +31,9 @@ _ACCEPTED = "give a file of text, JSONL or Parquet, or a folder with such files 
 
 @dataclass(frozen=True)
 class Invalid:
-    """A record or file that is not a document. The caller skips or refuses it.
+    """A record or file that is no document, such as JSON that does not parse. The caller skips or refuses it.
 
     Args:
-        name: name of the document that it would be.
-        reason: why it is not a document.
         binary: True for a binary file in a folder, which is always skipped.
     """
 
@@ -66,7 +61,7 @@ class File:
 
 @dataclass(frozen=True)
 class InputChunk:
-    """A part of the input, small enough for one task of a worker process. Can be pickled.
+    """A part of the input: one task of a worker process, which unpickles it.
 
     Args:
         read: reader of the file format, one of the functions below.
@@ -97,23 +92,13 @@ class InputChunk:
 def chunks(
     inputs: Sequence[Path], *, format: str = "auto", text_field: str = "text", size: int = 8 << 20
 ) -> list[InputChunk]:
-    """Cuts the input into chunks of about `size` bytes of text each, in order.
+    """Cuts files and folders into chunks of about `size` bytes of text each, in order.
 
-    An input is a file or a folder. A folder contributes its files at any depth, sorted by name, except hidden files,
-    empty files and files in hidden or linked folders. With format "auto" the suffix of a file selects its format:
-
-    - .jsonl and .ndjson: one JSON object per line. A chunk is a range of bytes, and contains the lines that start in
-      this range. A compressed file (.jsonl.gz) is one chunk.
-    - .parquet: a chunk is a range of row groups.
-    - other suffixes: text, one document per file. Small files share a chunk; a large file is one chunk. A binary file
-      in a folder is left out; a binary file that is an input itself is refused, unless the format is "text".
-
-    A folder written by `datasets.Dataset.save_to_disk` is cut into ranges of rows. Names of documents are relative to
-    their input, so documents of two inputs may have equal names.
+    A folder contributes its files at any depth, sorted by name, except hidden files, empty files and files in hidden or
+    linked folders. Names of documents are relative to their input.
 
     Args:
-        format: "auto", or the format of all files, whatever their suffixes; the files of a saved dataset are then read
-            in this format too.
+        format: "auto" (each file's suffix decides), or the format of all files, those of a saved dataset too.
         text_field: field of JSONL objects, or column of a table, with the text of a document.
 
     Raises:
@@ -151,24 +136,16 @@ def chunks(
 
 
 def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Reads the documents of a chunk in order, named like `a.txt`, `a.jsonl:byte 1234` or `a.parquet:row 17`.
+    """Yields the documents of a chunk in order, named like `a.txt`, `a.jsonl:byte 1234` or `a.parquet:row 17`.
 
-    Yields `Invalid` for a record or file that is not a document: JSON that does not parse, a field that is missing or
-    no string, a binary file in a folder. Documents may be empty.
-
-    Raises:
-        ValueError: a file cannot be read.
+    Documents may be empty. Raises ValueError if a file cannot be read.
     """
     with readable(chunk.path, _ACCEPTED, (OSError, EOFError, ValueError, zlib.error)):
         yield from chunk.read(chunk)
 
 
 def fingerprint(chunks: Sequence[InputChunk]) -> str:
-    """Returns a hash of the names, sizes and modification times of all files, and of the chunks: 64 hex digits.
-
-    Raises:
-        ValueError: a file cannot be found.
-    """
+    """Returns a hash of the names, sizes and modification times of all files, and of the chunks."""
     digest = hashlib.sha256()
     for chunk in chunks:
         with readable(chunk.path, _ACCEPTED):
@@ -221,11 +198,7 @@ def _stamps(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _cutter_of(file: File, format: str) -> Callable[[Sequence[File], str, int], Iterator[InputChunk]]:
-    """Returns the function that cuts a file into chunks; with format "auto" its suffix selects it.
-
-    Raises:
-        ValueError: a .zst file, which cannot be decompressed here, unless the format is "text".
-    """
+    """Returns the function that cuts a file into chunks. Raises ValueError for a .zst file, unless taken as text."""
     name = file.path.name.lower()
     if file.path.is_dir():
         return cut_dataset
@@ -239,14 +212,12 @@ def _cutter_of(file: File, format: str) -> Callable[[Sequence[File], str, int], 
 
 
 def cut_text(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
-    """Packs consecutive files into chunks of at most `size` bytes; a larger file is one chunk."""
     for indices in _pack([file.bytes for file in files], size):
         members = tuple(files[indices.start : indices.stop])
         yield InputChunk(read_text, members, 0, len(members), sum(file.bytes for file in members), field)
 
 
 def read_text(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Reads each text file as one document, in bytes."""
     for file in chunk.files:
         text = read_file(file.path, None)
         if not file.chosen and (reason := binary(text)) is not None:
@@ -256,7 +227,7 @@ def read_text(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 
 def cut_jsonl(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
-    """Cuts files into ranges of at most `size` bytes, which may begin inside a line: see `read_jsonl`."""
+    # Ranges may begin inside a line: `read_jsonl` reads the lines that begin in its range.
     for file in files:
         if file.path.name.lower().endswith(".gz"):  # can only be read from its beginning
             yield InputChunk(read_gzip_jsonl, (file,), 0, file.bytes, file.bytes, field)
@@ -286,10 +257,7 @@ def read_gzip_jsonl(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 
 def _read_lines(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None) -> Iterator[Document | Invalid]:
-    """Reads the lines that start in bytes `start` to `stop - 1`, or up to the end of the file if `stop` is None.
-
-    `file` is at byte `start`.
-    """
+    """Reads the lines that begin from byte `start`, where `file` is, and before byte `stop`."""
     while (stop is None or start < stop) and (line := file.readline()):
         if line.strip():
             name, field = f"{chunk.name}:byte {start}", chunk.text_field
@@ -311,11 +279,6 @@ def _read_lines(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None
 
 
 def cut_parquet(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
-    """Packs consecutive row groups into chunks.
-
-    Raises:
-        ValueError: a file is not Parquet, or has no column of strings named `field`.
-    """
     for file in files:
         try:
             parquet = optional("pyarrow.parquet", "parquet").ParquetFile(file.path)
@@ -337,8 +300,8 @@ def cut_parquet(files: Sequence[File], field: str, size: int) -> Iterator[InputC
 
 
 def read_parquet(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Reads the rows of a range of row groups. The row in a document's name counts from the beginning of the file."""
     with optional("pyarrow.parquet", "parquet").ParquetFile(chunk.path) as file:
+        # Names of documents count rows from the beginning of the file, not of the chunk.
         first_row = sum(file.metadata.row_group(group).num_rows for group in range(chunk.start))
         groups = range(chunk.start, chunk.stop)
         batches = file.iter_batches(ROWS, row_groups=groups, columns=[chunk.text_field])
@@ -346,11 +309,6 @@ def read_parquet(chunk: InputChunk) -> Iterator[Document | Invalid]:
 
 
 def cut_dataset(folders: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
-    """Cuts saved datasets into ranges of rows, as if all rows had the same size.
-
-    Raises:
-        ValueError: a dataset has no column of strings named `field`.
-    """
     for folder in folders:
         dataset = load_dataset(folder.path)
         _check_column(folder.path, field, dataset.data.schema)
@@ -364,7 +322,6 @@ def cut_dataset(folders: Sequence[File], field: str, size: int) -> Iterator[Inpu
 
 
 def read_dataset(chunk: InputChunk) -> Iterator[Document | Invalid]:
-    """Reads a range of rows of a folder written by `datasets.Dataset.save_to_disk`."""
     dataset = load_dataset(chunk.path).with_format("arrow")
     starts = range(chunk.start, chunk.stop, ROWS)
     tables = (dataset[start : min(start + ROWS, chunk.stop)] for start in starts)

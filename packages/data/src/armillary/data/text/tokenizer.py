@@ -1,7 +1,4 @@
-"""Tokenizers: bytes as tokens, any tokenizer.json of the `tokenizers` library, BPE training, and text of token streams.
-
-`TextTokenizer` encodes all text as ordinary text: the name of a special token in a document never becomes that token.
-"""
+"""Tokenizers: bytes as tokens, any tokenizer.json, BPE training; and the text of token streams."""
 
 from __future__ import annotations
 
@@ -63,11 +60,7 @@ class ByteTokenizer:
         return 256
 
     def encode(self, text: bytes | str) -> Tensor:
-        """Returns the bytes of `text`, in UTF-8 for a str: an int16 tensor [T].
-
-        Raises:
-            ValueError: a str with half of a surrogate pair, which has no UTF-8 form.
-        """
+        """Returns the bytes of `text`, in UTF-8 for a str: an int16 tensor [T]."""
         data = bytearray(text.encode() if isinstance(text, str) else text)
         # `frombuffer` warns about read-only buffers such as bytes, hence the bytearray, and refuses an empty one.
         return torch.frombuffer(data, dtype=torch.uint8).short() if data else torch.empty(0, dtype=torch.int16)
@@ -85,7 +78,6 @@ class ByteTokenizer:
 
 
 def check_tokens(tokens: list[int], vocab_size: int) -> None:
-    """Raises ValueError for a token outside of the vocabulary."""
     for token in tokens:
         if not 0 <= token < vocab_size:
             raise ValueError(f"token {token} is not one of the {vocab_size} tokens 0..{vocab_size - 1}")
@@ -112,10 +104,9 @@ _BATCH = 16
 class TextTokenizer:
     """Tokenizer of a tokenizer.json.
 
-    `encode` adds the begin of document, if one is given, and no other special token. The name of a special token in a
-    text is encoded as ordinary text, never as the special token. Truncation, padding and dropout of the definition are
-    disabled. A text is encoded at once, which takes about 100 bytes of memory per character. A pickled tokenizer is
-    built again from its definition.
+    `encode` adds the begin of document, if one is given, and no other special token: a name of one in a text is
+    ordinary text. Truncation, padding and dropout of the definition are disabled. Encoding a text takes about 100 bytes
+    of memory per character.
 
     Args:
         definition: bytes of a tokenizer.json.
@@ -177,14 +168,10 @@ class TextTokenizer:
         end_of_document: str | None = None,
         begin_of_document: str | None = None,
     ) -> TextTokenizer:
-        """Reads a tokenizer.json from its path or folder.
+        """Reads a tokenizer.json from its path or folder. Raises as the constructor.
 
         By default both names are those of a tokenizer_config.json in the same folder, if it has them: `eos_token`, and
         in a store's folder `begin_of_document`.
-
-        Raises:
-            ValueError: as the constructor, or a file that cannot be read.
-            ImportError: as the constructor.
         """
         file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
         config = file.with_name("tokenizer_config.json")
@@ -199,7 +186,7 @@ class TextTokenizer:
 
     def __reduce__(self) -> tuple[Any, ...]:
         names = {"end_of_document": self.end_name, "begin_of_document": self.begin_name}
-        # A partial, because the other arguments of the constructor are keywords.
+        # A copy is built again from the definition: by a partial, because the other arguments are keywords.
         return partial(type(self), **names), (self.definition,)
 
     @property
@@ -274,11 +261,7 @@ def decode_utf8(text: bytes) -> tuple[str, bool]:
 
 
 def parse_definition(definition: bytes) -> dict[str, Any]:
-    """Parses a tokenizer.json.
-
-    Raises:
-        ValueError: the content is not that of a tokenizer.json.
-    """
+    """Returns the content of a tokenizer.json. Raises ValueError if it is that of another file."""
     try:
         fields = parse_object(definition)
     except ValueError as error:
@@ -295,15 +278,7 @@ def parse_definition(definition: bytes) -> dict[str, Any]:
 
 
 def build(settings: dict[str, Any], special: list[str]) -> Any:
-    """Builds a `tokenizers.Tokenizer` that reads names of special tokens as ordinary text.
-
-    Args:
-        special: names of tokens that count as special, in addition to those that the definition marks.
-
-    Raises:
-        ValueError: the library cannot read the definition.
-        ImportError: the library is not installed.
-    """
+    """Builds a `tokenizers.Tokenizer` that reads names of special tokens, and those in `special`, as ordinary text."""
     # BPE dropout would make encoding random.
     model = {**settings["model"], **({"dropout": None} if settings["model"].get("dropout") else {})}
     # `encode_special_tokens` below has an effect only on tokens that are marked as special.
@@ -322,11 +297,7 @@ def build(settings: dict[str, Any], special: list[str]) -> Any:
 
 
 def read_name(file: Path, key: str) -> str | None:
-    """Returns the name of a token in a tokenizer_config.json; None without the key or the file.
-
-    Raises:
-        ValueError: the file cannot be read, or is not a tokenizer_config.json.
-    """
+    """Returns the name of a token in a tokenizer_config.json; None without the key or the file."""
     if not file.exists():
         return None
     token: Any = read_json(file).get(key)
@@ -337,12 +308,11 @@ def read_name(file: Path, key: str) -> str | None:
 
 
 def _added_tokens(settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tokens added to the model's vocabulary, special or not, each with "content" and "special"."""
+    # Special tokens and others, each with "content" and "special".
     return cast(list[dict[str, Any]], settings.get("added_tokens") or [])
 
 
 def _vocabulary(settings: dict[str, Any]) -> set[str]:
-    """Returns the names of all tokens."""
     # Unigram models have pairs of a name and its score.
     words: dict[str, int] | list[tuple[str, float]] = settings["model"]["vocab"]
     names = words if isinstance(words, dict) else (name for name, _ in words)
@@ -360,14 +330,10 @@ def _special_tokens(settings: dict[str, Any]) -> str:
 
 
 def train_bpe(texts: Iterator[str], vocab_size: int) -> TextTokenizer:
-    """Trains a byte-level BPE tokenizer, which encodes any text without loss.
+    """Trains a byte-level BPE tokenizer, which encodes any text without loss. Equal texts give equal definitions.
 
-    The vocabulary consists of the end of document `<|endoftext|>`, the 256 bytes, and the most frequent merges. If the
-    texts are too short for `vocab_size` tokens, it has fewer. Equal texts give equal definitions.
-
-    Raises:
-        ValueError: a vocab_size below 257 or above `MAX_VOCAB_SIZE`.
-        ImportError: the `tokenizers` library is not installed.
+    The vocabulary has `<|endoftext|>`, the 256 bytes, and the most frequent merges: fewer tokens than `vocab_size` if
+    the texts are short.
     """
     check_vocab_size(vocab_size)
     library = optional("tokenizers", "tokenizers")
@@ -386,7 +352,6 @@ def train_bpe(texts: Iterator[str], vocab_size: int) -> TextTokenizer:
 
 
 def check_vocab_size(vocab_size: int) -> None:
-    """Raises ValueError for a vocabulary size that `train_bpe` refuses."""
     if vocab_size < 257:
         raise ValueError(f"vocab_size must be at least 257, for 256 bytes and an end of document; got {vocab_size}")
     if vocab_size > MAX_VOCAB_SIZE:
@@ -402,12 +367,7 @@ TwoWayTokenizer = ByteTokenizer | TextTokenizer
 
 
 class TextStreamer:
-    """Decodes a stream of tokens, and shows their text unless it ends with an incomplete character.
-
-    Args:
-        tokenizer: decodes the tokens; None shows their numbers.
-        show: called with each new piece of text.
-    """
+    """Decodes a stream of tokens, and calls `show` with each new piece of text. Without tokenizer it shows numbers."""
 
     def __init__(self, tokenizer: TwoWayTokenizer | None, show: Callable[[str], None]) -> None:
         self.tokenizer, self.show = tokenizer, show
@@ -415,9 +375,9 @@ class TextStreamer:
         self.text = ""
 
     def put(self, token: int) -> None:
-        """Adds a token. Text that ends with U+FFFD, as if bytes of a character are missing, is not shown yet."""
         self.tokens.append(token)
         text = self._decode()
+        # U+FFFD at the end: the next tokens may have the missing bytes of a character.
         if not text.endswith(REPLACEMENT):
             self._show(text)
 
