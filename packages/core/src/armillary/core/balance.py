@@ -4,17 +4,11 @@ In this module a document is a run of positions that sees nothing outside of it:
 a chunked mask, or the whole sequence. A rank's share is the mean over all ranks: of tokens, and of (query, key) pairs.
 A rank's load is its tokens and its pairs, both in shares; its room is 1 minus its load.
 
-1. At first a document of at most about one share of tokens and of pairs is not cut, so that nothing is sent for it.
-2. A longer document is cut into pieces on consecutive ranks of the ring, so that its keys travel few hops. Sizes of
-   pieces are in proportion to the room of their ranks.
-3. Each long document is then removed and assigned again, while all others stay, if loads become more even. Under a
-   causal mask late pieces of a document have more pairs per token than early ones, so a rank needs some of both.
+1. Documents of at most about one share of tokens and of pairs are not cut: nothing is sent for them.
+2. Longer documents are cut into pieces on consecutive ranks of the ring, in proportion to their room.
+3. Each long document is removed and assigned again if loads become more even.
 4. Uncut documents are assigned to the least loaded ranks.
 5. If loads are still uneven, steps 1 to 4 are repeated with more ranks for each document, so shorter ones are cut too.
-
-Three simple layouts are candidates too: zigzag, contiguous, and no document cut. If one of these is even enough, the
-result sends at most as many bytes. If no layout is even, the tolerance widens step by step, and the most even layout
-(`even_layout`), which ignores bytes, is a candidate too.
 """
 
 from __future__ import annotations
@@ -79,14 +73,9 @@ def balanced_spans(
 ) -> list[list[range]]:
     """Returns each shard's spans, in rising order: without cuts if that is even, else the cheapest even layout.
 
-    The result never sends more than a simple layout that is as even.
-
     Args:
         send_cost: as in `SequenceLayout.balanced`; 0 returns the most even layout, by both counts of pairs.
         sides: the counts of pairs that are balanced, as in `RingShares`.
-
-    Raises:
-        ValueError: `length`^2 times the number of rows is 2^63 or more, so that counts of pairs could overflow.
     """
     if length**2 * len(rows) >= 2**63:
         raise ValueError(f"{length} tokens in {len(rows)} rows: pairs are counted up to 2^63; give fewer")
@@ -191,7 +180,7 @@ class DocumentAssigner:
 
     def assign(self, use_zigzag: bool) -> PositionRuns:
         """Returns the layout. `use_zigzag` cuts documents that need almost all ranks in zigzag over all ranks."""
-        # Step 2: cut long documents, the largest first.
+        # Step 2: cut long documents, the largest first. On consecutive ranks their keys travel few hops.
         cut_documents = np.flatnonzero(self.ranks > 1)
         order = cut_documents[np.argsort(-self.need[cut_documents], kind="stable")].tolist()
         movable, pieces = list[int](), dict[int, DocumentPieces]()
@@ -200,7 +189,8 @@ class DocumentAssigner:
             pieces[document] = self._cut_in_zigzag(document) if in_zigzag else self._cut_along_ring(document)
             self._add(pieces[document], 1)
             movable += [] if in_zigzag else [document]
-        # Step 3: remove each and assign it again, while all others stay.
+        # Step 3: remove each and assign it again, while all others stay. Under a causal mask late pieces of a document
+        # have more pairs per token than early ones, so a rank needs some of both.
         for _ in range(PASSES - 1):
             has_moved = False
             for document in movable:
@@ -408,10 +398,7 @@ def even_layout(ring: RingShares) -> PositionRuns:
 
 
 def split_by_density(runs: TokenRuns, chunks: int, ring: RingShares, limit: float) -> list[TokenRuns]:
-    """Splits tokens into groups of rising density (pairs per token), of which a caller cuts each into `chunks` chunks.
-
-    The number of tokens in every group except the first is divisible by `chunks`.
-    """
+    """Splits tokens into groups of rising density (pairs per token); `chunks` divides the size of all but the first."""
     groups = list[TokenRuns]()
     # Chunks with at most `limit` pairs form a group. The tokens of all others are cut again, into smaller chunks, so
     # that fewer exceed the limit.

@@ -348,7 +348,6 @@ def define_op(
     """Defines an op in namespace "armillary" that returns new tensors and mutates none.
 
     Args:
-        schema: schema of the op, which begins with its name.
         run: the implementation. torch.compile never traces it, not even after a graph break in its caller.
         run_like: the fake implementation, which returns uninitialized tensors in the shapes of the results.
         differentiable: the implementation under autograd, which calls the op again in the context `below_autograd`.

@@ -126,9 +126,7 @@ def check_tokens(
     """Raises ValueError unless `x` is placed as a call on these axes needs it. Axes of one rank may have any placement.
 
     Args:
-        name: name of the argument in the error.
         axes: axes of the call, outermost first.
-        dim: dim of the tokens.
         placement: the placement that `x` must have on the axes; by default `Shard(dim)`.
         others: placements that are accepted on the other axes of the mesh. By default `Replicate`, and `Shard` of any
             dim, but of `dim` only outside the axes.
@@ -177,7 +175,7 @@ def check_tokens_and_heads(name: str, x: DTensor | Placed, axes: Sequence[Axis],
 
 
 def check_kinds(tensors: Mapping[str, Tensor], beside: Mapping[str, Tensor | None] | None = None) -> dict[str, DTensor]:
-    """Returns `tensors`. Raises ValueError, which shows `beside` too, unless all are DTensors."""
+    """Returns `tensors`. Raises ValueError, which names `beside` too, unless all are DTensors."""
     dtensors = {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
     if len(dtensors) < len(tensors):
         kinds = ", ".join(
@@ -331,11 +329,9 @@ def distribute_sequence(
         x: local [..., N, ...], N = `layout.length` on `dim`; any dtype.
         layout: a layout with one shard for each rank of the sequence axes. If the innermost of these is `ulysses`, a
             layout over the other sequence axes is accepted too, and refined over `ulysses`. Shards must have the sizes
-            of DTensor's chunks: 10 tokens on 4 ranks are 3, 3, 3, 1 in a DTensor, but 3, 3, 2, 2 in a zigzag layout,
-            which is refused.
+            of DTensor's chunks: 3, 3, 3, 1 of 10 tokens; the 3, 3, 2, 2 of a zigzag layout are refused.
         mesh: the mesh of the result, usually the model's, such as `mesh["ring", "ulysses", "tp"]`. Leave out axes that
-            shard nothing: the first call of an op on a mesh of five axes, even of one rank each, takes seconds to
-            minutes, because torch (2.15) searches all placements.
+            shard nothing: the first call of an op on a mesh of five axes takes seconds to minutes in torch 2.15.
         dim: dim of the tokens; counted from the end if negative.
         axes: names of the mesh axes that shard the sequence. By default the mesh's axes in `SEQUENCE_AXES`; or all axes
             of the mesh, if it has none of these or the layout has a shard for every rank of the mesh.
@@ -406,9 +402,8 @@ def gather_sequence(
 ) -> Tensor:
     """Returns the full tensor in sequence order, on every rank, from a DTensor with tokens in the order of `layout`.
 
-    The inverse of `distribute_sequence`. Like `full_tensor()`, it sums partial values, gathers the shards on every axis
-    and is differentiable; then it reorders the tokens. `full_tensor` may be wrong for uneven shards over several axes
-    if the mesh has been flattened (pytorch#194457); this function is right there too.
+    The inverse of `distribute_sequence`, differentiable. Like `full_tensor()`, it sums partial values and gathers the
+    shards on every axis.
 
     Args:
         x: a DTensor with any placements, N = `layout.length` on the dim of the tokens.

@@ -17,12 +17,11 @@ from armillary.core import compat
 def sum_gradients(model: nn.Module) -> None:
     """Makes FSDP2 or DDP sum gradients over ranks instead of averaging them.
 
-    For losses that are a sum over the rank's tokens, divided by the number of tokens on all ranks. The gradients of
-    these losses add up to the gradient of the global loss; an average over R ranks would be 1/R of it.
+    For losses that are a sum over the rank's tokens, divided by the number of tokens on all ranks: an average over R
+    ranks would be 1/R of the gradient of the global loss.
 
     Call it once on every rank, after `fully_shard` of every module (or after wrapping in DDP). The mesh passed to
-    `fully_shard` must contain all axes over which tokens are sharded, including the sequence and head axes, as one
-    dim, or as two for HSDP.
+    `fully_shard` must contain all axes over which tokens are sharded, the sequence and head axes too.
 
     Raises:
         ValueError: `model` is not a module, none of its modules is under FSDP2, a trainable parameter is not, a module

@@ -1,7 +1,7 @@
 """Ops that take Python objects: how a call of armillary enters a graph of torch.compile without a break.
 
-torch's ops take only tensors, numbers and strings. While a graph is traced, `pack` turns the objects of a call into
-these. When the graph runs, `unpack` rebuilds the objects, and the op runs the same functions as eager mode.
+While a graph is traced, `pack` turns the objects of a call into tensors, numbers and strings. When the graph runs,
+`unpack` rebuilds the objects, and the op runs the same functions as eager mode.
 
     object                      in the graph                                 another value needs
     None, bool, str             text                                         another graph
@@ -12,9 +12,6 @@ these. When the graph runs, `unpack` rebuilds the objects, and the op runs the s
     int                         a number                                     once another graph, with a symbol
     mask                        numbers: its sides; a tensor: the remainder  as int; for the remainder none
     layout                      a tensor                                     no other graph
-
-An op may also take a registered object alone (`pack_registered`). It costs less, and is for eager mode, in which a call
-is an op so that selective checkpointing can save its results.
 """
 
 from __future__ import annotations
@@ -47,10 +44,7 @@ _ids = count()
 
 
 def register(value: object) -> int:
-    """Registers an object and returns its number, under which an op finds it.
-
-    The registry does not keep the object alive. Numbers are never reused.
-    """
+    """Registers an object, without keeping it alive, and returns its number, under which an op finds it."""
     number = next(_ids)
     _objects[number] = value
     return number
@@ -141,7 +135,7 @@ SCHEMA = "Tensor?[] object_tensors, SymInt[] numbers, float[] floats, str text"
 
 
 def pack(*values: Any) -> OpArguments:
-    """Returns the arguments for objects of the kinds above. `unpack` is the inverse. torch.compile traces it."""
+    """Returns the arguments for objects of the kinds above; the inverse of `unpack`. torch.compile traces it."""
     tensors: list[Tensor | None] = []
     numbers: list[int] = []
     floats: list[float] = []
@@ -183,16 +177,15 @@ def pack(*values: Any) -> OpArguments:
 
 
 def pack_registered(number: int) -> OpArguments:
+    # A registered object alone costs less. For eager mode, where a call is an op so that selective checkpointing can
+    # save its results.
     return OpArguments((), (number,), (), "")
 
 
 def unpack(arguments: OpArguments, shapes_only: bool = False) -> list[Any]:
-    """Returns the objects of `pack`; axes as `Axis`.
-
-    Args:
-        shapes_only: True leaves masks and layouts None. While a graph is traced their tensors have no values, and
-            reading the sides of a mask, which may be symbols, would specialize the graph to them.
-    """
+    """Returns the objects of `pack`; axes as `Axis`. `shapes_only` leaves masks and layouts None."""
+    # While a graph is traced, the tensors of masks and layouts have no values, and reading the sides of a mask, which
+    # may be symbols, would specialize the graph to them.
     if not arguments.text:
         return [object_of(arguments.numbers[0])]
     tensors, numbers, floats = iter(arguments.tensors), iter(arguments.numbers), iter(arguments.floats)

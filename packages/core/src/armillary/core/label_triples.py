@@ -19,9 +19,6 @@ class LabelTriples:
     completion: several labels at one position. A label that several sequences share has the sum of their weights. A
     loss is the sum of weight times cross entropy, divided by the sum of the weights of all ranks.
 
-    A triple is (position, label, weight). Triples are sorted by position, and a copy of the positions stays on the CPU,
-    so that the labels of a chunk of tokens are found without waiting for the device.
-
     Args:
         positions: integers [M] on the CPU: b T + t for token t of row b, in any order; a position may be repeated.
         labels: integers [M] on the CPU, at least 0: the label that the hidden state at the position predicts.

@@ -145,14 +145,9 @@ class SequenceLayout:
         """Returns a layout that balances attention work under a mask and sends few bytes around a ring.
 
         Most documents that fit on a shard are not cut; longer ones are cut over few consecutive shards. No shard has
-        more than 1.10 times the mean number of tokens, or of the (query, key) pairs that `balanced_by` counts. Zigzag,
-        contiguous and a layout that cuts no document are candidates too: if one of these is within 1.10 as well, the
-        result sends at most as many bytes.
-
-        If none of these layouts reaches 1.10, the layout of `send_cost=0` is a candidate too, and the limit widens in
-        steps of 0.05 until a candidate is within it. If the layout of `send_cost=0` is within 1.10, the limit is at
-        most 1.15, and a less even layout is preferred only if it sends at most 0.6 of its bytes. The result never sends
-        more than a candidate that is as even.
+        more than 1.10 times the mean number of tokens, or of the (query, key) pairs that `balanced_by` counts; if no
+        layout is that even, the limit widens in steps of 0.05. The result sends at most as many bytes as zigzag,
+        contiguous, or a layout that cuts no document, if these are as even.
 
         With `send_cost=0` bytes are ignored: sizes differ by at most one token, and pairs, counted both by queries and
         by keys, are within 1.02 times the mean if possible.

@@ -2,9 +2,6 @@
 
 The work of a token is counted in visible (query, key) pairs, and twice: the pairs of its query, and those of its key.
 Shards compute the former when keys rotate, the latter when queries rotate.
-
-Token-hops: all shards of a ring travel in the same direction, and a key travels no further than to the last rank with a
-query that sees it. So the rank just before a key's owner is almost a full round away.
 """
 
 from __future__ import annotations
@@ -161,7 +158,8 @@ def token_hops(layout: PositionRuns, shards: int, rows: Sequence[Slices]) -> int
     ranks, starts, stops = _visible_keys(layout, rows)
     if not len(ranks):
         return 0
-    # A token counts once for each hop, from one rank to the next.
+    # A token counts once for each hop, from one rank to the next. All shards of a ring travel in the same direction, so
+    # the rank just before a key's owner is almost a full round away.
     # Between consecutive bounds all tokens have the same owner and are seen by the same ranks: compute hops for each
     # of these intervals, and multiply by its number of tokens.
     bounds = np.unique(np.concatenate((starts, stops, ends)))

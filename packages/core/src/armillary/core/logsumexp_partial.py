@@ -8,10 +8,8 @@ Every rank r of the axis has computed attention of the same queries over its own
 merged in rank order: out = sum_r w_r out_r with w_r = exp(lse_r - lse), and lse = log sum_r exp(lse_r). A row without
 visible keys on any rank has lse_r = -inf on every rank, and the merged row has out = 0 and lse = -inf.
 
-There is no gradient: torch's backward would treat the placement as a sum and be silently wrong. Tensors that require a
-gradient are refused; `merge_scatter` is the merge with a gradient. Of the ops on DTensors with this placement only
-`redistribute`, `full_tensor` and `to_local` are supported. `clone` and `detach` are not, because before these torch
-merges in some releases (2.15) and not in others (2.11).
+There is no gradient, because torch's backward would treat the placement as a sum and be silently wrong; `merge_scatter`
+has one. Of the ops on DTensors with this placement only `redistribute`, `full_tensor` and `to_local` are supported.
 """
 
 from __future__ import annotations
@@ -178,6 +176,7 @@ def check_packed(x: Tensor) -> None:
 
 
 def check_op(op: object, placements: Sequence[Placement]) -> None:
+    # `clone` and `detach` too: before these torch merges in some releases (2.15) and not in others (2.11).
     partial = next((p for p in placements if isinstance(p, LogSumExpPartial)), None)
     if partial is not None:
         hint = "redistribute it first, to Replicate() or Shard(dim)" if partial.packed else "merge_scatter takes it"

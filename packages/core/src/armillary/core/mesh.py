@@ -1,9 +1,4 @@
-"""Meshes and process groups.
-
-`build_mesh` creates a `DeviceMesh` with all axes; communication primitives take one `Axis` of it.
-`start_process_group` starts the default process group: `rendezvous` keeps the ranks of a restarted run apart from those
-that failed, and at exit `wait_for_gloo_threads` waits for gloo.
-"""
+"""Meshes, their axes, and the process groups of both."""
 
 from __future__ import annotations
 
@@ -63,11 +58,9 @@ def build_mesh(
 ) -> DeviceMesh:
     """Builds a `DeviceMesh` with the axes `replicate`, `shard`, `ring`, `ulysses` and `tp`, and others on request.
 
-    From the outermost axis to the innermost, their order is `pipe`, `replicate`, `shard`, `nodes`, `devices`, `ring`,
-    `ulysses`, `tp`.
-
-    Every rank of the world must call it. If there is no default process group, starts one: with the ranks of torchrun's
-    environment, or without that environment with a single rank.
+    Outermost first: `pipe`, `replicate`, `shard`, `nodes`, `devices`, `ring`, `ulysses`, `tp`. Every rank of the world
+    must call it. If there is no default process group, starts one: with the ranks of torchrun's environment, or without
+    that environment with a single rank.
 
     Args:
         device_type: "cpu" (gloo) or "cuda" (nccl).
@@ -199,7 +192,7 @@ class Axis:
         """Returns this axis with a second communicator, whose messages do not queue behind those of the first.
 
         The first call creates a process group, so every rank of the axis must make it, in the same order as its other
-        calls that create groups. Later calls return the same group: the attention methods of all layers share it.
+        calls that create groups. Later calls return the same group.
         """
         return self if self.size == 1 else replace(self, group=_subgroup(self, None))
 
@@ -307,11 +300,7 @@ def binds_device(bind: bool, with_gloo: bool) -> bool:
 
 
 def own_device(device_type: str) -> torch.device | None:
-    """Returns this rank's accelerator and makes it the current device; None for "cpu".
-
-    Raises:
-        ValueError: this machine has no device of this type.
-    """
+    """Returns this rank's accelerator and makes it the current device; None for "cpu"."""
     if device_type == "cpu":
         return None
     count = torch.cuda.device_count()
@@ -331,11 +320,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def rendezvous(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> dist.Store:
-    """Returns `store` behind a prefix that only the ranks of this start use. Every rank must call it.
-
-    Raises:
-        TimeoutError: not all ranks arrived within `timeout`. On rank 0 the message has the missing ranks.
-    """
+    """Returns `store` behind a prefix that only the ranks of this start use. Every rank must call it."""
     # torchrun restarts ranks with the store of the failed ranks, which still has the addresses of these, and does not
     # number starts in a way that is the same on all hosts. So the ranks agree on a new prefix.
     end, token = time.monotonic() + timeout.total_seconds(), token_hex(8)
@@ -378,10 +363,8 @@ def _answer(store: dist.Store, token: str, rank: int, end: float, timeout: timed
 
 @atexit.register
 def wait_for_gloo_threads() -> None:
-    """Waits until the threads of all gloo groups sleep, at most `MAX_WAIT` seconds. Linux only.
-
-    A thread whose collective waits for another rank sleeps too, so this function never waits for other ranks.
-    """
+    """Waits until the threads of all gloo groups sleep, at most `MAX_WAIT` seconds. Linux only."""
+    # A thread whose collective waits for another rank sleeps too, so this never waits for other ranks.
     # After a collective, gloo's thread first wakes the caller and then drops the tensors, for which it needs the GIL.
     # If Python exits in between, it ends the thread that requests the GIL, in the middle of torch's destructors: the
     # process aborts with "terminate called without an active exception" (pytorch/pytorch#190489).

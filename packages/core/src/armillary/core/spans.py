@@ -1,9 +1,4 @@
-"""Ranges of tokens: spans of global positions, of which layouts consist, and some tokens of a shard by local index.
-
-join_spans, cut, cut_spans   a shard's spans in their one form, and in pieces
-missing_position             checks that spans cover a sequence without gaps and repetitions
-TokenRanges                  some tokens of a shard; a packed tensor has only these
-"""
+"""Ranges of tokens: spans of global positions, of which layouts consist, and some tokens of a shard by local index."""
 
 from __future__ import annotations
 
@@ -114,13 +109,12 @@ def cut_spans(spans: Spans, n: int) -> list[list[range]]:
 class TokenRanges:
     """Some tokens of a shard, in rising order. A packed tensor has these tokens on dim 1, without the gaps.
 
-    Two objects are equal only if they are the same object: caches look them up at every step of a ring, and comparing
-    hundreds of ranges would take long. Compare `runs` to find out whether two have equal tokens.
-
     Args:
-        runs: non-empty ranges of step 1 in rising order, with a gap between consecutive ranges.
+        runs: non-empty ranges of step 1 in rising order, with a gap between consecutive ranges. Compare these: two
+            objects are equal only if they are the same.
     """
 
+    # Compared by identity, because caches look them up at every step of a ring, and may have hundreds of ranges.
     runs: tuple[range, ...] = ()
 
     @classmethod

@@ -1,12 +1,8 @@
 """Moves of tokens between the ranks of an axis: which tokens each rank sends, computed on the host, and their exchange.
 
-Every rank computes its `MoveTable` from the layout and the segments, without communication. `start_move` moves tokens
-by the table in one all-to-all, and `start_return` is its transpose, for gradients. A token may go to any rank, or to
-several; it is sent once to each rank that needs it, even if that rank uses it several times.
-
-    relayout_move, shift_move, halo_move    `TokenMove`s of the functions in `moves`, with cached tables
-    MoveTable, Owners                       how a table follows from the positions that each rank needs
-    start_move, start_return                the exchange
+relayout_move, shift_move, halo_move    `TokenMove`s of the functions in `token_moves`, with cached tables
+MoveTable, Owners                       how a table follows from the positions that each rank needs
+start_move, start_return                the exchange, in one all-to-all, and its transpose, for gradients
 """
 
 from __future__ import annotations

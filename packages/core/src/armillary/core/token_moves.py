@@ -8,12 +8,7 @@
 A *run* is a range of adjacent tokens of one document on one rank; in a striped layout each token is a run. In a prefix
 tree, the token before a segment is the last one of its parent. The functions take this rank's tokens as a local tensor
 or, except `halo`, a DTensor that the axis shards into the layout's sizes. They are differentiable. All ranks of the
-axis must call them in the same order, in forward and in backward. If every rank has the tokens that it needs, nothing
-is sent.
-
-Inside `torch.compile` they are ops that move tokens when the graph runs, without a graph break. The tensor of a layout
-or of a mask is an input of the graph, so one graph serves all lengths and masks. Boundaries of documents that are no
-mask are constants of the graph. `halo` is compiled for one mask, which decides how many tensors it returns.
+axis must call them in the same order, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -250,6 +245,10 @@ def convolve_runs(runs: Tensor, weight: Tensor, bias: Tensor | None, lengths: Se
 
 
 # -- ops of torch.compile ---------------------------------------------------------------------------------------------
+
+# An op moves tokens when the graph runs, without a graph break. The tensor of a layout or of a mask is an input of the
+# graph, so one graph serves all lengths and masks. Boundaries of documents that are no mask are constants of the graph.
+# `halo` is compiled for one mask, which decides how many tensors it returns.
 
 MOVES = {"relayout": relayout_move, "shift": shift_move, "halo": halo_move}
 """The functions that make a `TokenMove`, by the name that an op takes."""

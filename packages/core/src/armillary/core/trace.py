@@ -33,7 +33,7 @@ Event = dict[str, Any]
 
 class HostClock:
     def __init__(self) -> None:
-        self.origin = self.now()
+        self.origin: int = self.now()
 
     def now(self) -> int:
         return time.perf_counter_ns()
@@ -47,7 +47,7 @@ class CudaClock:
 
     def __init__(self) -> None:
         torch.cuda.synchronize()
-        self.origin = self.now()
+        self.origin: torch.cuda.Event = self.now()
 
     def now(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -96,18 +96,15 @@ class Trace:
 
     The viewer shows each rank as a process. Its lane "compute" has blocks of attention, the labels around them, and a
     span "wait ..." while computation waits for a message: communication that is not overlapped. Its lanes
-    "exchange <axis>" have the messages of all primitives of `armillary.core`, with bytes, kind, axis and phase. A
-    message's span lasts from its start to the end of `wait`, although the message may have arrived earlier. Concurrent
-    exchanges of an axis are on separate lanes.
+    "exchange <axis>" have the messages of all primitives of `armillary.core`, with bytes, kind, axis and phase; a
+    message may have arrived before the end of its span, which is that of `wait`.
 
-    All ranks must open a trace for the first time together: their clocks start at a barrier, and differ by as much as
-    the times at which the ranks leave the barrier. A closed trace may be opened again, and continues. Of a graph of
-    torch.compile a trace shows only the ops of Armillary.
+    All ranks must open a trace for the first time together, because their clocks start at a barrier. A closed trace may
+    be opened again, and continues. Of a graph of torch.compile a trace shows only the ops of Armillary.
 
     Args:
         device: "cpu" records times of the host. "cuda" records times of the current stream by CUDA events, and waits
-            for the device only when the trace is first opened and when it is written. The span of an exchange is then
-            from the point of the stream where the exchange was started to the point where the stream has waited for it.
+            for the device only when the trace is first opened and when it is written.
 
     Raises:
         ValueError: another trace is open when the `with` block is entered.

@@ -15,9 +15,8 @@ and D:
 Its solution is U = V' - W S, so the leaving state and the outputs are affine in S. Decays are computed as exponentials
 of differences of cumulative sums of g. Nothing is divided by a cumulative decay, which may be 0.
 
-A `StateKernel` computes the maps of many chunks: `TorchChunks` by the formulas above, on any device; others are kernels
-of installed packages, none of which has run on a GPU here. Tests call stand-ins that have their signatures and
-conventions.
+A `StateKernel` computes the maps of many chunks: `TorchChunks` by these formulas, on any device; others are kernels of
+installed packages.
 """
 
 from __future__ import annotations
@@ -223,6 +222,8 @@ class ChannelDecay:
 
 
 # -- kernels of installed packages ------------------------------------------------------------------------------------
+
+# None of them has run on a GPU here: tests call stand-ins that have their signatures and conventions.
 
 SMALLEST_LOG_DECAY = -100.0
 """Replaces lower values for "fla", which subtracts logarithms: -inf + inf is NaN. exp(-100) is below the normal numbers

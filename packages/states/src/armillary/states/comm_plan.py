@@ -90,19 +90,13 @@ def halo_comm_plan(
 ) -> CommPlan:
     """Returns the plan of `halo`, or of `short_convolution` of width W with left = W - 1.
 
-    Each rank receives the `left` tokens, of C channels each, before each run of its tokens. Backward returns their
-    gradients in the accumulation dtype, because the rank that owns a token adds its own gradient to them.
-
-    Args:
-        channels: C.
-        dtype: dtype of the tokens.
-
     Raises:
         ValueError: a mask that layers with a state do not take, or for another number of rows.
     """
     rows = segments_of_rows(layout, mask, batch)
     counts = _halo_tokens(layout, rows, left)
     elements = channels * (batch // len(rows))  # all rows of the batch may share one row of segments
+    # Backward returns gradients in the accumulation dtype, because the owner of a token adds its own gradient to them.
     forward_move = _all_to_all(counts, elements * dtype.itemsize)
     backward_move = _all_to_all(counts.T, elements * accumulation_dtype(dtype).itemsize)
     return CommPlan(steps(forward_move), steps(backward_move))

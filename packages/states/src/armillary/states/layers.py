@@ -1,8 +1,6 @@
 """Layers with a state: the gated delta rule and state space duality, over sequences that are sharded across ranks.
 
-Both compute S_t = a_t S_{t-1} + k_t u_t^T and o_t = S_t^T q_t (`chunks.py`), with different `Operands`. A call is
-checked, its plan and kernel are chosen, and `scan.py` runs it: on local tensors; inside a graph of torch.compile as an
-op, without a graph break; or on the local tensors of DTensors.
+Both compute S_t = a_t S_{t-1} + k_t u_t^T and o_t = S_t^T q_t (`chunks.py`), with different `Operands`.
 """
 
 from __future__ import annotations
@@ -368,10 +366,10 @@ def run_on_dtensors(
 
     All inputs with a token dim have the same placements: `Shard(1)` on the axis, with the shard sizes that DTensor
     computes; on other axes `Shard(2)` (heads, if the axis divides H and K), `Shard(0)` (batch) or `Replicate`. In the
-    global view, tokens are in the order of the layout's shards. Gradients have the placements of their tensors.
+    global view, tokens are in the order of the layout's shards. Gradients have the placements of their tensors. The
+    mask is that of this rank's rows of the batch.
 
     Args:
-        options: options of the layer; the mask is that of this rank's rows of the batch.
         inputs: by name. "A" is [H]: a local tensor of this rank's heads, or a DTensor with `Shard(0)` on the axes that
             shard heads and `Replicate` on the others. Its gradient is `Partial` on axes that shard batch or tokens.
         initial_state: [B, H, ...]: a local tensor of this rank's rows and heads, or a DTensor with `Shard(0)` and
@@ -380,10 +378,6 @@ def run_on_dtensors(
 
     Returns:
         (out, with the placements of the inputs; final state [B, H, Dk, Dv], with those of `initial_state`).
-
-    Raises:
-        ValueError: DTensors mixed with local tensors; placements, shard sizes or head counts that are not as above.
-            Raised before any communication.
     """
     from armillary.core.parts import dtensor  # DTensor's import takes seconds
 

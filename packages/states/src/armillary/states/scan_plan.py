@@ -9,7 +9,6 @@
 - A *boundary state* is the state after a run that another rank continues, or after the last token of a row. Boundary
   states form a forest, too: the parent of a boundary state is the one that enters the tree of chunks of its run.
 
-Everything is computed on the host from the layout and the segments, so that all ranks agree.
 """
 
 from __future__ import annotations

@@ -7,13 +7,9 @@
     start_seq_to_head      [B, T, H, D] -> [B, N, h, D]        this rank's heads of all tokens
     start_head_to_seq      [B, N, h, D] -> [B, T, H, D]        its transpose: all heads of this rank's tokens
 
-Each returns a `Collective`, whose `wait` returns the result; `linear` waits, and gives the result a gradient. Most are
-an all-to-all of parts of any sizes (`start_parts`). So is the reduce-scatter, whose receiver adds: with the backend's
-we could not choose the order and the precision of the sum.
-
-The exchange of tokens for heads is that of DeepSpeed-Ulysses (arXiv 2309.14509, section 3). Each rank works on a range
-of heads. The ranks need not have equally many heads. Ranges may also overlap: if there are fewer key/value heads than
-ranks, several ranks get the same head.
+Each returns a `Collective`, whose `wait` returns the result; `linear` waits, and gives the result a gradient. The
+exchange of tokens for heads is that of DeepSpeed-Ulysses (arXiv 2309.14509, section 3). Ranges of heads may have
+different sizes, and overlap: if there are fewer key/value heads than ranks, several ranks get the same head.
 """
 
 from __future__ import annotations
@@ -81,7 +77,6 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
         x: local tensor; its size on `dim` is `sizes[axis.rank]`. Must not be written to before `wait`.
         axis: the axis to gather over, of C ranks.
         sizes: tokens of each rank. Every rank sends max(sizes) tokens; ranks with fewer tokens pad them.
-        dim: dim of the tokens.
 
     Bytes sent: (C - 1) times the bytes of `x` padded to max(sizes), kind "all_gather".
     """
@@ -110,9 +105,8 @@ def start_all_gather(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) 
 def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[Tensor]:
     """Starts to sum over all ranks: [B, sum(sizes), ...] on every rank -> [B, T, ...], the sums of this rank's tokens.
 
-    The transpose of `start_all_gather`, with the same `axis`, `sizes` and `dim`. Each rank adds the tokens that it
-    receives in rank order, in float32 or wider, and then rounds once to the dtype of `x`. So every run has the same
-    bits.
+    The transpose of `start_all_gather`, with its arguments. Adds in rank order, in float32 or wider, and rounds once to
+    the dtype of `x`: every run has the same bits.
 
     Bytes sent: the other ranks' tokens in `x`, kind "reduce_scatter".
     """
@@ -133,10 +127,9 @@ def start_reduce_scatter(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int =
 
 
 def start_scatter_parts(x: Tensor, axis: Axis, sizes: Sequence[int], dim: int = 1) -> Collective[tuple[Tensor, ...]]:
-    """Starts the exchange of `start_reduce_scatter` without the sum.
+    """Starts the exchange of `start_reduce_scatter` without the sum, for other reductions.
 
-    The result has one tensor [B, T, ...] from each rank, in rank order: that rank's values for this rank's tokens. For
-    reductions other than sums, such as log-sum-exp. Sends as many bytes as `start_reduce_scatter`.
+    The result has one tensor [B, T, ...] from each rank, in rank order: that rank's values for this rank's tokens.
     """
     check_tokens("x", x, dim, sum(sizes), sizes)
     send_buffer, shards, works = start_scatter(x, axis, sizes, dim)
@@ -147,6 +140,8 @@ def start_scatter(
     x: Tensor, axis: Axis, sizes: Sequence[int], dim: int
 ) -> tuple[Tensor, tuple[Tensor, ...], tuple[dist.Work, ...]]:
     """Sends each rank its tokens of `x`. Returns (sent tensor, tokens received from each rank, works)."""
+    # An all-to-all, whose receiver reduces: in the backend's reduce-scatter we could not choose the order and the
+    # precision of the sum.
     if axis.size == 1:
         return x, (x,), ()
     outer, inner = prod(x.shape[:dim]), prod(x.shape[dim + 1 :])
@@ -159,19 +154,15 @@ def start_scatter(
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Collective[Tensor]:
-    """Starts to sum a tensor over all ranks; every rank gets the same bits.
+    """Starts to sum a tensor over all C ranks; every rank gets the same bits.
 
-    Args:
-        x: local tensor, of the same shape and dtype on each rank.
-        axis: the axis to sum over, of C ranks.
-
-    Bytes sent: 2 (C - 1) / C times the bytes of `x`, kind "all_reduce", as in a ring: a reduce-scatter of C - 1 steps,
-    then an all-gather of C - 1 steps. Other algorithms of the backend may send other amounts.
+    Bytes sent: 2 (C - 1) / C times the bytes of `x`, kind "all_reduce", as in a ring.
     """
     check_tensor("x", x)
     if axis.size == 1:
         return Collective(axis, (x,), (), lambda: x)
     total = x.clone(memory_format=torch.contiguous_format)  # torch reduces in place
+    # A ring reduces and scatters in C - 1 steps, then gathers in as many. The backend may choose another algorithm.
     steps = 2 * (axis.size - 1)
     traced = record(axis.name, "all_reduce", steps * x.nbytes // axis.size, steps)
     work = dist.all_reduce(total, group=axis.group, async_op=True)
@@ -255,8 +246,8 @@ def start_packed_to_head(heads: PackedHeads, axis: Axis, sizes: Sequence[int]) -
 def start_head_to_seq(x: Tensor, axis: Axis, sizes: Sequence[int], heads: Sequence[range]) -> Collective[Tensor]:
     """Starts the exchange of heads for tokens: [B, sum(sizes), h, D] -> [B, T, H, D], all heads of this rank's tokens.
 
-    The transpose of `start_seq_to_head`, with the same `axis`, `sizes` and `heads`. A head that several ranks worked on
-    is summed over them in rank order, in float32 or wider.
+    The transpose of `start_seq_to_head`, with its arguments. A head that several ranks worked on is summed over them in
+    rank order, in float32 or wider.
 
     Bytes sent: B h D e for every token of every other rank, kind "all_to_all".
     """

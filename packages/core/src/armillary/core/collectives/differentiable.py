@@ -9,25 +9,12 @@
 
 N is the number of tokens on all ranks of the axis, T the number on this rank. H is the number of all heads, h the
 number on this rank; e is the size of an element in bytes. On DTensors these functions are redistributions along the
-axis, with the placements, values and gradients of torch's `redistribute`, if torch supports these placements and no
-inner axis shards the heads of `seq_to_head` or `head_to_seq` too:
+axis, with the values and gradients of torch's `redistribute`. Other axes of the mesh keep their placements, `Shard` or
+`Replicate`; an axis inside this one must not shard the token dim too. Shards have the sizes of DTensor's chunks: for
+others pass local tensors and `sizes`.
 
-                   before                           after          gradient of the result    gradient of the argument
-    seq_to_head    Shard(1)                         Shard(2)       Shard(2)                  Shard(1)
-    head_to_seq    Shard(2)                         Shard(1)       Shard(1)                  Shard(2)
-    all_gather     Shard(dim)                       Replicate()    Replicate() or Partial()  Shard(dim)
-    reduce_scatter Partial()                        Shard(dim)     Shard(dim)                Replicate()
-    merge_scatter  LogSumExpPartial(packed=False)   Shard(1)       Shard(1)                  Replicate()
-
-Other axes of the mesh keep their placements, `Shard` or `Replicate`; an axis inside this one must not shard the token
-dim too. Shards have the sizes of DTensor's chunks: the last ones may be smaller or empty. For other sizes pass local
-tensors and `sizes`.
-
-These functions wait for their result. To overlap communication with computation, attention methods call
-`start_all_gather`, `start_reduce_scatter`, `start_merge_scatter`, `start_seq_to_head` and `start_head_to_seq`: these
-return at once, take local tensors and have no gradient.
-
-All ranks of an axis must call the same collectives in the same order, in forward and in backward.
+These functions wait for their result; those of `collective.py` (`start_all_gather`, ...) return at once, and have no
+gradient. All ranks of an axis must call the same collectives in the same order, in forward and in backward.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Point-to-point messages between the ranks of one axis, in flight while the caller computes.
-
-`start_exchange` starts sends and receives of `FlatBuffer`s and returns an `Exchange`, whose `wait` completes them.
-`ReceiveBuffers` bounds the memory of an exchange that is repeated at every step of a ring.
-"""
+"""Point-to-point messages between the ranks of one axis, in flight while the caller computes."""
 
 from __future__ import annotations
 
@@ -26,16 +22,12 @@ ALIGNMENT = 16
 
 
 class FlatBuffer(NamedTuple):
-    """Tensors that are sent as one message, without gaps in one contiguous buffer.
-
-    Args:
-        buffer: a single tensor itself; several tensors of one shape and dtype stacked; otherwise a uint8 tensor of
-            their bytes.
-        views: the tensors as views of `buffer`; empty if `buffer` has them stacked.
-    """
+    """Tensors that are sent as one message, without gaps in one contiguous buffer."""
 
     buffer: Tensor
+    """A single tensor itself; several tensors of one shape and dtype stacked; otherwise their bytes."""
     views: tuple[Tensor, ...] = ()
+    """The tensors as views of `buffer`; empty if `buffer` has them stacked."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

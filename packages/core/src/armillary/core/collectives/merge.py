@@ -40,8 +40,6 @@ def start_merge_scatter(
     Args:
         out: [B, sum(sizes), H, Dv], a local tensor. Must not be written to before `wait`.
         lse: [B, sum(sizes), H], local, in float32 (float64 if `out` is). Must not be written to before `wait`.
-        axis: the axis whose ranks hold the keys, of C ranks.
-        sizes: tokens of each rank of the axis.
 
     Returns:
         (out [B, T, H, Dv], lse [B, T, H]) of this rank's T tokens, in the dtypes of the inputs.

@@ -4,9 +4,7 @@
     share_device   makes the gloo groups of a long-lived rank share one device
     fake_world     a mesh of many ranks in one process, whose groups communicate nothing
 
-NCCL refuses two ranks on one GPU, and gloo cannot send or receive CUDA tensors. Importing this module registers the
-backend "staged": `dist.init_process_group("staged", ...)`, or `World(4, backend="staged")`. CPU tensors are copied too,
-so that tests on the CPU run the same code as on a GPU.
+Importing this module registers the backend: `dist.init_process_group("staged", ...)`, `World(4, backend="staged")`.
 """
 
 from __future__ import annotations
@@ -78,10 +76,10 @@ def on_host(x: Tensor) -> Tensor:
 
 
 class StagedGroup(dist.ProcessGroup):
-    """A process group whose operations are gloo's, on host copies.
+    """A process group whose operations are gloo's, on host copies."""
 
-    torch 2.13 renames some operations; these have both names.
-    """
+    # NCCL refuses two ranks on one GPU, and gloo cannot send or receive CUDA tensors. CPU tensors are copied too, so
+    # that tests on the CPU run the same code as on a GPU.
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # with a store, torch 2.11 would not create the subclass
@@ -100,6 +98,7 @@ class StagedGroup(dist.ProcessGroup):
     def barrier(self, *_: Any, **__: Any) -> StagedWork:  # pyright: ignore[reportIncompatibleMethodOverride]
         return StagedWork(self.host.barrier(), [], self.longest)
 
+    # torch 2.13 renames some operations; these have both names.
     # fmt: off
     allreduce, allreduce_coalesced, broadcast, reduce = map(
         stage_operation, ("allreduce", "allreduce_coalesced", "broadcast", "reduce"))
@@ -151,7 +150,6 @@ def fake_world(rank: int = 0, device: str = "cpu", /, **axes: int) -> Generator[
 
     Args:
         rank: the rank that this process stands for.
-        device: device type of the mesh.
         axes: sizes of the mesh's axes, as in `build_mesh`.
 
     Raises:

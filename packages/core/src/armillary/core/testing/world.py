@@ -1,8 +1,4 @@
-"""Test worlds: a `World` is a set of ranks on this machine that start quickly and serve many calls.
-
-Ranks are forked from a server process that has imported torch once. If a rank fails or hangs, `run` raises an error
-with the traceback or stack of each such rank, and the next `run` starts new ranks. `serve` is the loop of a rank.
-"""
+"""Test worlds: a `World` is a set of ranks on this machine that start quickly and serve many calls."""
 
 from __future__ import annotations
 
@@ -68,7 +64,6 @@ class World:
     """`size` ranks on this machine, with one thread each. Use as a context manager, or call `close`.
 
     Args:
-        size: number of ranks.
         timeout: seconds for one `run`, and for each collective.
         backend: "gloo", or "staged" for ranks that share one GPU (`testing.groups`).
     """
@@ -188,8 +183,7 @@ class World:
 class Worlds:
     """Test worlds, one for each size: `worlds(4).run(...)`.
 
-    Worlds are reused, because the first call in new ranks takes several times as long as later ones. They are replaced
-    after `MAX_CALLS` calls, because tests leave state in the ranks.
+    Worlds are reused, and replaced after `MAX_CALLS` calls, because tests leave state in the ranks.
     """
 
     def __init__(self) -> None:
