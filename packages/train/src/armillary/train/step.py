@@ -125,9 +125,7 @@ def observe(run: Run, step: int, batch: Batch, label_count: Tensor) -> Any:
     return observe_shard(run.model, method, batch.layout, **tokens, labelled=int(label_count))
 
 
-def backward(
-    run: Run, batch: Batch, label_count: Tensor, head: Callable[..., tuple[Tensor, Tensor]] = linear_token_loss
-) -> Tensor:
+def backward(run: Run, batch: Batch, label_count: Tensor, head: Callable[..., Any] = linear_token_loss) -> Tensor:
     """Adds a micro-batch's gradients to the parameters' gradients; returns this rank's share of the step's loss."""
     total, _ = forward(run, batch, head)
     loss_share = total / label_count.to(total.dtype)
@@ -135,16 +133,13 @@ def backward(
     return loss_share.detach()
 
 
-def local_loss(run: Run, batch: Batch) -> tuple[Tensor, Tensor]:
-    return forward(run, batch, linear_token_loss)
-
-
-def forward(run: Run, batch: Batch, head: Callable[..., Any]) -> Any:
+def forward(run: Run, batch: Batch, head: Callable[..., Any] = linear_token_loss) -> Any:
     """Runs the model on this rank's tokens of a batch; returns `head(hidden, weight, labels=labels)`.
 
-    hidden [B, T, E] is the input of the LM head, and weight [V, E] the head's weight. Tokens, labels and activations
-    are local tensors; parameters and their gradients are DTensors.
+    hidden [B, T, E] is the input of the LM head, and weight [V, E] the head's weight. By default the sum of losses and
+    the number of labels.
     """
+    # Tokens, labels and activations are local tensors; parameters and their gradients are DTensors.
     labels = to_device(batch.labels, run.device) if isinstance(batch.labels, Tensor) else batch.labels.to(run.device)
     # Without resets and trees all rows have the same positions: [T] instead of [B, T].
     by_row = run.config.data.reset_positions or batch.parents is not None

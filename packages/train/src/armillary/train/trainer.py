@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from armillary.train.lock import OutputLock
 from armillary.train.optimizer import schedule_notes
 from armillary.train.profiler import Profiler, StepTrace
 from armillary.train.reporting import Reporter
-from armillary.train.step import Run, StepResult, local_loss, sum_over_ranks, train_step
+from armillary.train.step import Run, StepResult, forward, sum_over_ranks, train_step
 from armillary.train.step_metrics import Stopwatch, Summary, measure
 from armillary.train.stop_signal import StopSignal
 from armillary.train.watchdog import Watchdog
@@ -139,7 +140,7 @@ def validate(run: Run) -> dict[str, float]:
 
     These rows are the same at every call, accumulation and mesh.
     """
-    return {"loss": mean_over_rows(run, run.validation, lambda batch: local_loss(run, batch))}
+    return {"loss": mean_over_rows(run, run.validation, partial(forward, run))}
 
 
 def mean_over_rows(run: Run, rows: Batches, evaluate: Callable[[Batch], tuple[Tensor, Tensor]]) -> float:
@@ -192,7 +193,7 @@ def bad_rows(run: Run, batches: list[Batch]) -> dict[int, list[int]]:
     """Returns the rows whose loss is not finite, by rank. Every rank must call it."""
     # Forward again, on one row at a time, with the weights of the bad step, which the skipped update left unchanged.
     single_rows = [batch.of_row(i) for batch in batches for i in range(len(batch.rows))]
-    own_rows = [batch.rows.start for batch in single_rows if not local_loss(run, batch)[0].isfinite()]
+    own_rows = [batch.rows.start for batch in single_rows if not forward(run, batch)[0].isfinite()]
     rows_by_rank: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(rows_by_rank, own_rows)
     return {rank: rows for rank, rows in enumerate(rows_by_rank) if rows}
