@@ -21,8 +21,8 @@ from armillary.data.store import Index, random_bits
 from armillary.models import linear_argmax
 from armillary.models.block import Block
 from armillary.train import Config, Run, prepare
+from armillary.train.loop import mean_over_rows
 from armillary.train.step import forward
-from armillary.train.trainer import mean_over_rows
 
 FIRST_HELD_OUT_ROW = 2**40
 """Training reads rows from number 0 on, validation from this number on."""

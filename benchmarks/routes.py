@@ -126,7 +126,7 @@ def main() -> None:
         for name, f in counted.items()
     ]
     graph = grimp.build_graph(*(f"armillary.{name}" for name in PACKAGES))
-    reach = {name: reached(graph, f"armillary.{name}") for name in ("attention.methods.ring", "train.trainer")}
+    reach = {name: reached(graph, f"armillary.{name}") for name in ("attention.methods.ring", "train.loop")}
     modules = len([name for name in graph.modules if name.startswith("armillary.")])
     notes = [
         f"`armillary.{name}` reaches {count} of {modules} modules through imports." for name, count in reach.items()

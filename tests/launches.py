@@ -20,7 +20,7 @@ from torch.distributed.run import main as run_torchrun
 from torch.distributed.run import parse_args
 
 import armillary.train.cli
-import armillary.train.trainer  # noqa: F401  ranks are forked from a server that imports these modules
+import armillary.train.loop  # noqa: F401  ranks are forked from a server that imports these modules
 from armillary.core.testing import fork_context
 
 HERE = Path(__file__).parent

@@ -17,8 +17,8 @@ from armillary.plan.arguments import amount
 from armillary.plan.memory import Job, StepMemory, estimate
 from armillary.plan.memory.cli import MemoryOptions
 from armillary.plan.memory.simulate import Progress
-from armillary.plan.prediction import RunOptions
 from armillary.plan.search.search import SearchOptions
+from armillary.plan.trainer_run import RunOptions
 from armillary.plan.tune import main as tune
 from armillary.plan.tune import read_options as read_tune_options
 from armillary.train import cli as train

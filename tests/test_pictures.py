@@ -16,8 +16,8 @@ import torch
 from armillary.attention import AttentionMask, AttentionShape, build_comm_plan
 from armillary.core import SequenceLayout
 from armillary.core.testing import refusal
-from armillary.train.reporting import Journal
-from armillary.train.step_metrics import StepMetrics
+from armillary.train.logs import Journal
+from armillary.train.metrics import StepMetrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 N = 48

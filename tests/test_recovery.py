@@ -13,7 +13,7 @@ from launches import PATIENCE, TRAINER, Launch, agent
 from recovery import SMALL, STEPS, assert_same_end, cause, folder, training
 from torch.distributed.run import main as run_torchrun
 
-from armillary.train.reporting import read_records
+from armillary.train.logs import read_records
 
 
 def unforked(ranks: int, *arguments: str) -> partial[None]:
@@ -149,9 +149,9 @@ def test_a_run_with_ranks_killed_in_a_step_and_during_saves_ends_like_one_withou
 FAULTY = """
 import os, time
 import torch
-import armillary.train.trainer as trainer
+import armillary.train.loop as loop
 
-real, restarts = trainer.train_step, os.environ["TORCHELASTIC_RESTART_COUNT"]
+real, restarts = loop.train_step, os.environ["TORCHELASTIC_RESTART_COUNT"]
 
 def train_step(run, step, batches):
     while step == 6 and os.environ["RANK"] == "1" and restarts == "1":

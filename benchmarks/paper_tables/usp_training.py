@@ -12,7 +12,7 @@ from armillary.plan import Cluster
 from armillary.plan.arguments import model_of
 from armillary.plan.memory import AttentionChoice, Estimate, Job, estimate
 from armillary.plan.memory.room import Room
-from armillary.plan.memory.sizes import FLOAT32_BYTES, StepSizes
+from armillary.plan.memory.tensor_sizes import FLOAT32_BYTES, StepSizes
 from armillary.plan.search.candidates import Mesh
 from armillary.plan.time.passes import passes_of
 from armillary.plan.time.step_time import (

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from armillary.train.reporting import read_records
+from armillary.train.logs import read_records
 
 WINDOWS = 25
 """The strong line is a running mean over a window of about (number of steps) / WINDOWS steps."""

@@ -12,7 +12,7 @@ from armillary.plan.arguments import cluster_of
 from armillary.plan.cli import main
 from armillary.plan.memory import estimate, simulate
 from armillary.plan.memory.room import Room
-from armillary.plan.prediction import job_of, predict, time_of
+from armillary.plan.trainer_run import job_of, predict, time_of
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
 from armillary.train.config import model_config
 from armillary.train.parts import dry_run

@@ -18,7 +18,7 @@ from armillary.models import Checkpointing, GPTConfig, LlamaConfig, StateConfig
 from armillary.models.block import Block
 from armillary.plan.arguments import is_hybrid
 from armillary.plan.memory import AttentionChoice, Job, LiveBytes, SimulatedFlash, SimulatedStep, estimate, simulate
-from armillary.plan.memory.sizes import Widths
+from armillary.plan.memory.tensor_sizes import Widths
 
 U8, R8 = {"ulysses": 8}, {"ring": 8}
 LLAMA = replace(LlamaConfig.llama3_8b(), layers=2)

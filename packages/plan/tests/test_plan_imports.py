@@ -8,11 +8,11 @@ import sys
 from importlib import import_module
 
 compiler = {"torch._dynamo", "torch._inductor"}
-slow = compiler | {"torch.distributed.fsdp", "armillary.train.trainer"}
+slow = compiler | {"torch.distributed.fsdp", "armillary.train.loop"}
 for module, word, modules in (
     ("armillary.plan.cli", "serach", slow | {"torch.distributed.tensor"}),
     ("armillary.train.cli", "--modle", slow),
-    ("armillary.plan.cli", "--modle", compiler | {"torch.distributed._tools", "armillary.train.trainer"}),
+    ("armillary.plan.cli", "--modle", compiler | {"torch.distributed._tools", "armillary.train.loop"}),
 ):
     try:
         import_module(module).main([word, "x"])

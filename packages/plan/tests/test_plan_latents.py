@@ -15,7 +15,7 @@ from armillary.plan.arguments import model_of
 from armillary.plan.cli import main
 from armillary.plan.latent_models import latent_sizes
 from armillary.plan.memory import AttentionChoice, Job, estimate, simulate
-from armillary.plan.memory.sizes import Widths
+from armillary.plan.memory.tensor_sizes import Widths
 from armillary.plan.search.search import SearchOptions, search
 from armillary.plan.time.passes import EXPANSION_PRODUCTS, pair_flops, passes_of
 from armillary.plan.time.step_time import step_time

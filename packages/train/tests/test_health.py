@@ -39,8 +39,8 @@ from armillary.train.hang_diagnosis import (
     recorded_calls,
     waits,
 )
+from armillary.train.logs import GuardedSink, Sink
 from armillary.train.parts import caused_by_peers
-from armillary.train.reporting import GuardedSink, Sink
 from armillary.train.stop_signal import REPEAT, StopSignal
 
 WAITING = Heartbeat(
@@ -353,4 +353,4 @@ def test_a_backward_pass_is_shown_by_the_line_of_its_autograd_thread():
     run_backward(DEPTH, lambda: sink.flush(30))  # the function in which the autograd thread waits
     observing.join()
     observing.raise_error()
-    assert location_of(observer.stack).startswith("reporting.py:") and location_of(observer.stack).endswith(" in flush")
+    assert location_of(observer.stack).startswith("logs.py:") and location_of(observer.stack).endswith(" in flush")

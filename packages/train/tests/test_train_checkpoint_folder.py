@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from armillary.train.checkpoint.checkpoints import commit
-from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.storage import (
+from armillary.train.checkpoint.files import (
     MANIFEST,
     Manifest,
     checkpoint_fault,
@@ -25,6 +24,7 @@ from armillary.train.checkpoint.storage import (
     is_copy,
     write_recorded,
 )
+from armillary.train.checkpoint.folder import CheckpointFolder
 
 fork = multiprocessing.get_context("fork")  # a forked process need not import torch
 EMPTY = Manifest(0, 1, 0, {"rows": 4}, {"model_type": "llama"}, "", {})

@@ -35,20 +35,20 @@ from armillary.train import (
     Run,
     SaveConfig,
     Summary,
+    loop,
     prepare,
     process_group,
     train_loop,
-    trainer,
 )
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.checkpoint.checkpoints import training_state
 from armillary.train.checkpoint.export import main as export
+from armillary.train.checkpoint.files import Manifest, checkpoint_fault, checksum
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.storage import Manifest, checkpoint_fault, checksum
 from armillary.train.cli import main
 from armillary.train.lock import OutputLock
+from armillary.train.logs import Reporter
 from armillary.train.parts import Ranks, Watchdog
-from armillary.train.reporting import Reporter
 from armillary.train.step import train_step
 
 SMALL = replace(
@@ -378,7 +378,7 @@ def test_an_error_is_reported_before_the_waits_for_a_save_and_for_sinks(monkeypa
         raise ValueError
 
     monkeypatch.setattr(Watchdog, "reporting", reporting)
-    monkeypatch.setattr(trainer, "train_step", fail)
+    monkeypatch.setattr(loop, "train_step", fail)
     record_exit(Checkpoints, "waited for the save"), record_exit(Reporter, "waited for sinks")
     config = at(replace(SMALL, parallel=ParallelConfig(ring=1, ulysses=1)), tmp_path)
     with process_group(config) as device:

@@ -19,10 +19,10 @@ from armillary.data.formats.store_folder import Header, map_file
 from armillary.data.prepare.sources import chunks
 from armillary.data.text.tokenizer import read_name
 from armillary.models.parts import ends_of_text, open_tensors
-from armillary.train.checkpoint.storage import Damaged, FileRecord, SavedTensors, file_fault, read_checked
+from armillary.train.checkpoint.files import Damaged, FileRecord, SavedTensors, file_fault, read_checked
 from armillary.train.config.overlay import read_settings
 from armillary.train.lock import Holder, heartbeat
-from armillary.train.reporting import cut_records, read_records
+from armillary.train.logs import cut_records, read_records
 
 JSON, TOML = "[" * 100_000, "a = " + "[" * 100_000
 

@@ -14,7 +14,7 @@ from armillary.attention import Local
 from armillary.models import Llama, generate
 from armillary.models.parts import parse as parse_config
 from armillary.train import SaveConfig
-from armillary.train.checkpoint.storage import Manifest, SavedTensors
+from armillary.train.checkpoint.files import Manifest, SavedTensors
 from armillary.train.generate import Generate, prompts_of, read_generate
 from armillary.train.generate import run as continue_prompts
 

@@ -13,10 +13,10 @@ import pytest
 
 from armillary.train import lock as locks
 from armillary.train.checkpoint.checkpoints import commit
+from armillary.train.checkpoint.files import Manifest
 from armillary.train.checkpoint.folder import CheckpointFolder, remove
-from armillary.train.checkpoint.storage import Manifest
 from armillary.train.lock import FolderInUse, Holder, LockLost, OutputLock, start_time, take
-from armillary.train.reporting import Journal
+from armillary.train.logs import Journal
 
 fork = multiprocessing.get_context("fork")
 

@@ -6,8 +6,8 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from armillary.train.reporting import Journal, draw_loss
-from armillary.train.step_metrics import StepMetrics
+from armillary.train.logs import Journal, draw_loss
+from armillary.train.metrics import StepMetrics
 
 
 def write_run(folder, losses):

@@ -43,8 +43,8 @@ from armillary.train import (
 from armillary.train import cli as trainer
 from armillary.train.build import vocabulary_size
 from armillary.train.checkpoint.export import main as export
+from armillary.train.checkpoint.files import FORMAT, MANIFEST, Manifest, checkpoint_fault, checksum
 from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.checkpoint.storage import FORMAT, MANIFEST, Manifest, checkpoint_fault, checksum
 from armillary.train.config import check_config
 from armillary.train.config.check import check_log
 from armillary.train.generate import Generate
@@ -289,7 +289,7 @@ COMMANDS = [(main, name, *row) for name, (main, table) in TABLES.items() for row
 )
 def test_commands_are_refused(run_folder, monkeypatch, main, name, line, message):
     monkeypatch.chdir(run_folder)
-    monkeypatch.setattr("armillary.train.trainer.train", lambda config, *_: (check_config(config), unexpected()))
+    monkeypatch.setattr("armillary.train.loop.train", lambda config, *_: (check_config(config), unexpected()))
     actual = refusal(main, shlex.split(line))
     assert actual.startswith(f"armillary-{name}: ") and re.search(message, actual)
     assert not Path("out").exists()
@@ -322,7 +322,7 @@ CONFIG_FILES = [
 @pytest.mark.parametrize(("name", "text", "message"), CONFIG_FILES, ids=range(len(CONFIG_FILES)))
 def test_configuration_files_are_refused(tmp_path, monkeypatch, name, text, message):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("armillary.train.trainer.train", lambda config, *_: (check_config(config), unexpected()))
+    monkeypatch.setattr("armillary.train.loop.train", lambda config, *_: (check_config(config), unexpected()))
     Path(name).write_bytes(text if isinstance(text, bytes) else text.encode())
     assert re.search(f"--config {name}: .*{message}", refusal(trainer.main, ["--config", name]))
 

@@ -35,9 +35,9 @@ from armillary.train import (
     train_loop,
 )
 from armillary.train.cli import main
+from armillary.train.loop import BadSteps, validate
 from armillary.train.step import StepResult, train_step
 from armillary.train.stop_signal import StopSignal
-from armillary.train.trainer import BadSteps, validate
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_a_skipped_step_changes_no_bit_and_names_rows_and_rank(worlds, small):
 
 
 def test_only_bad_steps_in_a_row_end_a_run(monkeypatch):
-    monkeypatch.setattr("armillary.train.trainer.describe_bad_rows", lambda *_: "")
+    monkeypatch.setattr("armillary.train.loop.describe_bad_rows", lambda *_: "")
     config = Config(train=TrainConfig(bad_step="skip", bad_steps=2))
     bad_steps = BadSteps(SimpleNamespace(config=config), lambda _: None)
     good, bad = StepResult(1.0, 1.0), StepResult(1.0, float("nan"))

@@ -24,9 +24,9 @@ from armillary.train import (
     process_group,
 )
 from armillary.train.config import model_config
+from armillary.train.loop import bad_rows, validate
 from armillary.train.parts import batch_mask
 from armillary.train.step import backward, sum_over_ranks
-from armillary.train.trainer import bad_rows, validate
 
 LENGTH = 40
 ROWS = [

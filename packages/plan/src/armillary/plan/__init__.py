@@ -5,7 +5,7 @@ cluster/        machines, links, and the time of concurrent sends
 time/           the time of a communication plan, of a block's attention, and of a training step
 memory/         the peak memory of a training step: simulated, or by formulas
 search/         every mesh, method and checkpoint policy on a cluster, fastest first
-prediction.py   memory and time of a run of the trainer
+trainer_run.py  memory and time of a run of the trainer
 tune.py         the command `armillary-tune`: meshes and methods measured on the machine that it runs on
 cli.py          the command `armillary-plan`
 """

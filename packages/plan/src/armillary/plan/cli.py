@@ -28,7 +28,7 @@ Exit codes: 0; 1 if the model or the sequence does not fit into memory; 2 for wr
 COMMANDS = {
     "search": "armillary.plan.search.cli",
     "memory": "armillary.plan.memory.cli",
-    "run": "armillary.plan.prediction",
+    "run": "armillary.plan.trainer_run",
 }
 """The module of each command, whose `main` takes its flags and returns False if nothing fits into memory."""
 REMOVED = {

@@ -29,10 +29,10 @@ from armillary.models.parts import one_block
 from armillary.plan.arguments import cluster_of, duration, is_hybrid
 from armillary.plan.memory import estimate
 from armillary.plan.memory.room import Room
-from armillary.plan.prediction import job_of, time_of
 from armillary.plan.search.candidates import Candidate, candidates, layouts_of
 from armillary.plan.search.search import check_methods
 from armillary.plan.search.trainer_config import write_toml
+from armillary.plan.trainer_run import job_of, time_of
 from armillary.train import Config, LogConfig, ParallelConfig, process_group
 from armillary.train.config import (
     ConfiguredRun,

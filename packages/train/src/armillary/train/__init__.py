@@ -20,9 +20,9 @@ from armillary.train.config.sections import (
 
 if TYPE_CHECKING:
     from armillary.train.build import prepare, process_group
+    from armillary.train.loop import train, train_loop
+    from armillary.train.metrics import Summary
     from armillary.train.step import Run
-    from armillary.train.step_metrics import Summary
-    from armillary.train.trainer import train, train_loop
 
 __all__ = [
     "CheckConfig",
@@ -49,9 +49,9 @@ __version__ = version("armillary-train")
 
 _SLOW_MODULES = {
     "armillary.train.step": ("Run",),
-    "armillary.train.step_metrics": ("Summary",),
+    "armillary.train.metrics": ("Summary",),
     "armillary.train.build": ("prepare", "process_group"),
-    "armillary.train.trainer": ("train", "train_loop"),
+    "armillary.train.loop": ("train", "train_loop"),
 }
 """Modules that need FSDP2 and DTensor. A command with wrong arguments ends without them."""
 

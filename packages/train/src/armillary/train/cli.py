@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             show_dry_run(command.run, command.ranks, command.json)
             return
-        from armillary.train.trainer import train, watchdog_of  # takes seconds, and wrong arguments need none of it
+        from armillary.train.loop import train, watchdog_of  # takes seconds, and wrong arguments need none of it
 
         watchdog = watchdog_of(command.run)
         try:

@@ -29,8 +29,8 @@ from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, Sampling, load_
 from armillary.models.parts import CONFIG, ends_of_text, weight_map
 from armillary.train.build import precision, shard_model
 from armillary.train.checkpoint.checkpoints import SavedCheckpoint
+from armillary.train.checkpoint.files import Damaged
 from armillary.train.checkpoint.folder import COMPLETE, CheckpointFolder
-from armillary.train.checkpoint.storage import Damaged
 from armillary.train.config.overlay import check_limits
 from armillary.train.config.sections import Config, Count, CountOrNone, ParallelConfig, Several, TrainConfig
 from armillary.train.device import choose_device

@@ -13,16 +13,16 @@ from armillary.train.watchdog import Watchdog, caused_by_peers
 if TYPE_CHECKING:
     from armillary.train.build import collective_timeout, load_rows, mesh_of, open_stores, precision, shard_model
     from armillary.train.dry_run import MOST_RANKS, DryRun, dry_run, precision_of, print_dry_run
+    from armillary.train.loop import watchdog_of
     from armillary.train.ranks import Ranks, check_consistent
     from armillary.train.step import batch_mask
-    from armillary.train.trainer import watchdog_of
 
 _SLOW_NAMES = {
     "armillary.train.build": ("collective_timeout", "load_rows", "mesh_of", "open_stores", "precision", "shard_model"),
     "armillary.train.dry_run": ("DryRun", "MOST_RANKS", "dry_run", "precision_of", "print_dry_run"),
     "armillary.train.ranks": ("Ranks", "check_consistent"),
     "armillary.train.step": ("batch_mask",),
-    "armillary.train.trainer": ("watchdog_of",),
+    "armillary.train.loop": ("watchdog_of",),
 }
 """Modules that need FSDP2 or torch.compile, which take seconds to import, and their names here."""
 

@@ -3,5 +3,5 @@
 candidates.py       meshes, methods and layouts, and packed documents in the rows of a step
 search.py           time and memory of all candidates
 trainer_config.py   the trainer's configuration of a choice, as a file or as a `torchrun` command
-command.py          the command, with its output as tables, JSON or a plot
+cli.py              the command, with its output as tables, JSON or a plot
 """

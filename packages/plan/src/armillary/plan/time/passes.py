@@ -23,7 +23,7 @@ from armillary.models import LlamaConfig, Mixer, StateConfig
 from armillary.models.parts import Policy
 from armillary.plan.cluster import Cluster
 from armillary.plan.memory import Job
-from armillary.plan.memory.latent_memory import call_shape
+from armillary.plan.memory.latent_sizes import call_shape
 from armillary.plan.time.clocks import PassTime, plan_seconds
 from armillary.states import halo_comm_plan, relayout_comm_plan, state_comm_plan
 

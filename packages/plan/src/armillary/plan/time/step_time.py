@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 
 from armillary.plan.cluster import Cluster
 from armillary.plan.memory import Job
-from armillary.plan.memory.latent_memory import step_sizes
-from armillary.plan.memory.peaks import Peaks
-from armillary.plan.memory.sizes import FLOAT32_BYTES, StepSizes
+from armillary.plan.memory.formulas import Peaks
+from armillary.plan.memory.latent_sizes import step_sizes
+from armillary.plan.memory.tensor_sizes import FLOAT32_BYTES, StepSizes
 from armillary.plan.time.clocks import PassTime, all_gather_seconds
 from armillary.plan.time.passes import Passes
 

@@ -1,14 +1,14 @@
 """Checkpoints: tensors in safetensors files, everything else in JSON; written in the background, committed by a rename.
 
 checkpoints.py  the training loop's interface: saving a run's state, and restoring it from the newest intact checkpoint
-storage.py      the files: each rank's tensors, readable on any mesh, and the manifest with their checksums
+files.py        the files: each rank's tensors, readable on any mesh, and the manifest with their checksums
 folder.py       folder names, commit, retention and clean-up after a kill; the output folder and its config.json
-planner.py      planners for torch's own checkpoints of tensors that FSDP2 and tensor parallelism both shard
+dcp_planners.py planners for torch's own checkpoints of tensors that FSDP2 and tensor parallelism both shard
 export.py       Hugging Face folders
 """
 
 from armillary.train.checkpoint.checkpoints import Checkpoints
+from armillary.train.checkpoint.dcp_planners import LoadPlanner, SavePlanner
 from armillary.train.checkpoint.folder import check_output
-from armillary.train.checkpoint.planner import LoadPlanner, SavePlanner
 
 __all__ = ["Checkpoints", "LoadPlanner", "SavePlanner", "check_output"]

@@ -29,8 +29,7 @@ from armillary.data.console import one_line
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.models.parts import describe, meta_model, parameter_shapes, parse
 from armillary.train.axes import choose_axes
-from armillary.train.checkpoint.folder import CheckpointFolder, checkpoint_folder, remove, write_config
-from armillary.train.checkpoint.storage import (
+from armillary.train.checkpoint.files import (
     MANIFEST,
     Damaged,
     Manifest,
@@ -40,6 +39,7 @@ from armillary.train.checkpoint.storage import (
     is_copy,
     save_tensors,
 )
+from armillary.train.checkpoint.folder import CheckpointFolder, checkpoint_folder, remove, write_config
 from armillary.train.config.overlay import align_columns, flag, flag_text, flat
 from armillary.train.lock import OutputLock
 from armillary.train.random_state import random_state, seed_all, set_random_state

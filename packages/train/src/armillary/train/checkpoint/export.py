@@ -16,7 +16,7 @@ from armillary.data import is_store
 from armillary.data.console import exit_on_error, parse, print_lines
 from armillary.models.parts import CONFIG, hub
 from armillary.train.checkpoint.checkpoints import SavedCheckpoint
-from armillary.train.checkpoint.storage import Damaged, Manifest, SavedTensors, file_fault
+from armillary.train.checkpoint.files import Damaged, Manifest, SavedTensors, file_fault
 from armillary.train.run_tokenizer import TokenSource, export_source
 
 PROGRAM = "armillary-export"

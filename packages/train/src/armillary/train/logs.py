@@ -27,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from armillary.core.parts import open_file, parse_json, read_file, write_whole
 from armillary.data.console import picture, printable
 from armillary.train.config.sections import Config
-from armillary.train.step_metrics import StepMetrics, average
+from armillary.train.metrics import StepMetrics, average
 
 PRINT_TIMEOUT, CLOSE_TIMEOUT = 5.0, 60.0
 """Maximum seconds to wait for a line to be printed or a sink's reports to be written, and for a sink to close."""

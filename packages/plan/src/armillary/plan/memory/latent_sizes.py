@@ -14,7 +14,7 @@ from armillary.attention.plans import HeadStages, Sizes, UPipePlan, named_method
 from armillary.core import SequenceLayout
 from armillary.models import LatentSizes, LlamaConfig
 from armillary.plan.memory.simulate import Job
-from armillary.plan.memory.sizes import FLOAT32_BYTES, StepSizes
+from armillary.plan.memory.tensor_sizes import FLOAT32_BYTES, StepSizes
 
 ALL_GATHER = named_method("all_gather")
 

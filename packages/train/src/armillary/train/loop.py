@@ -21,11 +21,11 @@ from armillary.train.checkpoint import Checkpoints
 from armillary.train.config.sections import Config
 from armillary.train.device import peak_memory
 from armillary.train.lock import OutputLock
+from armillary.train.logs import Reporter
+from armillary.train.metrics import Stopwatch, Summary, measure
 from armillary.train.optimizer import schedule_notes
 from armillary.train.profiler import Profiler, StepTrace
-from armillary.train.reporting import Reporter
 from armillary.train.step import Run, StepResult, forward, sum_over_ranks, train_step
-from armillary.train.step_metrics import Stopwatch, Summary, measure
 from armillary.train.stop_signal import StopSignal
 from armillary.train.watchdog import Watchdog
 

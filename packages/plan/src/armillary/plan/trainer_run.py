@@ -17,7 +17,7 @@ from armillary.plan.memory import AttentionChoice, Job, StepMemory, simulate
 from armillary.plan.memory.cli import COLUMNS, fullness, memory_rows
 from armillary.plan.memory.room import FORMULAS, Room, advice, check_simulated
 from armillary.plan.memory.simulate import Progress
-from armillary.plan.memory.sizes import FLOAT32_BYTES
+from armillary.plan.memory.tensor_sizes import FLOAT32_BYTES
 from armillary.plan.time.passes import passes_of
 from armillary.plan.time.step_time import StepTime, step_time
 from armillary.train import Config

@@ -1,6 +1,6 @@
 """Sizes of a training step's tensors on a rank: `Widths` of a model, and `StepSizes` with attention's buffers.
 
-`peaks.py` adds these up to the memory of a step; `time/step_time.py` computes transfers and FLOPs from them.
+`formulas.py` adds these up to the memory of a step; `time/step_time.py` computes transfers and FLOPs from them.
 """
 
 from __future__ import annotations

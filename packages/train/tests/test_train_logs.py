@@ -32,8 +32,8 @@ from armillary.train import (
 )
 from armillary.train.config.check import check_log
 from armillary.train.device import peak_flops, peak_memory
-from armillary.train.reporting import GuardedSink, Journal, Reporter, Screen, Sink, read_records
-from armillary.train.step_metrics import StepMetrics, Stopwatch, average
+from armillary.train.logs import GuardedSink, Journal, Reporter, Screen, Sink, read_records
+from armillary.train.metrics import StepMetrics, Stopwatch, average
 
 SMALL = replace(
     PLAIN,
