@@ -162,7 +162,7 @@ def train_step(run, step, batches):
                 weight.mul_(float("inf"))
     return real(run, step, batches)
 
-trainer.train_step = train_step
+loop.train_step = train_step
 import forked_rank
 """
 
