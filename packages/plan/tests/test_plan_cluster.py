@@ -7,6 +7,7 @@ import pytest
 from armillary.attention.plans import Send
 from armillary.plan import Cluster, Link
 from armillary.plan.cluster import EMULATED, MACHINES
+from armillary.plan.cluster.network import concurrent_seconds
 from armillary.train.device import PEAK_FLOPS
 
 GB = 10**9
@@ -68,22 +69,21 @@ def bus_of(bandwidth: float) -> Cluster:
 
 
 def test_concurrent_sends_share_a_port_evenly():
-    cluster = replace(NODES, between=Link(bandwidth=GB, disturbs=0.5))
+    cluster = replace(NODES, between=Link(bandwidth=GB))
     slow, fast, alone = cluster.deliveries([Send(0, 8, 2 * GB), Send(0, 9, GB), Send(1, 2, GB)])
     assert slow[2:] == (3.0, 3.0, cluster.between) and fast[2:] == (2.0, 2.0, cluster.between)
     assert alone.seconds == pytest.approx(1e-2, rel=1e-3)
-    assert (
-        slow.receive_and_compute(0.0) == 3.0
-        and slow.receive_and_compute(4.0) == 5.5
-        and alone.receive_and_compute(3.0) == 3.0
-    )
+
+
+def test_a_transfer_disturbs_a_concurrent_computation():
+    assert [concurrent_seconds(3.0, compute, 0.5) for compute in (0.0, 1.0, 4.0)] == [3.0, 3.5, 5.5]
+    assert concurrent_seconds(3.0, 4.0, 0.0) == 4.0
 
 
 def test_a_send_buffer_releases_the_sender_early():
-    cluster = replace(NODES, between=Link(bandwidth=GB, latency=0.5, buffer=GB, disturbs=0.5))
+    cluster = replace(NODES, between=Link(bandwidth=GB, latency=0.5, buffer=GB))
     slow, fast = cluster.deliveries([Send(0, 8, 2 * GB), Send(1, 9, GB)])
     assert (slow.seconds, slow.sending) == (2.5, 1.5) and (fast.seconds, fast.sending) == (1.5, 0.5)
-    assert slow.receive_and_compute(1.0) == 3.0 and slow.send_and_compute(1.0) == 2.0
 
 
 def test_software_overhead_per_message():

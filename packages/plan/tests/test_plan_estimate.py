@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from armillary.attention import AttentionMask, AttentionSpec, Saved, UPipe, WallFacer
+from armillary.attention import AttentionMask, AttentionSpec, Saved
 from armillary.attention.call.spec import key_heads_of
 from armillary.attention.kernels import Scores
 from armillary.attention.plans import Sizes
@@ -287,11 +287,3 @@ def test_eight_million_tokens_fit_with_fewer_stored_inputs():
         device, host = usage_gib(each, 8_000_000)
         assert device < 74.1 and host < 221.1
         assert usage_gib(each, 6_860_000)[0] < device
-
-
-def test_an_attention_choice_builds_its_method():
-    with fake_world(ring=4, ulysses=2) as mesh:
-        method = AttentionChoice("upipe+wallfacer", heads_per_stage=4, team=2)(mesh)
-    assert isinstance(method, UPipe)
-    assert isinstance(method.inner, WallFacer)
-    assert (method.heads_per_stage, method.inner.teams.team_size) == (4, 2)

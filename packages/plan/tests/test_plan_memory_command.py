@@ -100,18 +100,19 @@ def test_the_command_finds_the_longest_sequence(capsys, monkeypatch):
     [
         ("memory --tokens 64M", ["tokens"]),
         ("memory --model llama3-70b --tokens 8k --no-on-host --max-context", []),
-        ("search --model llama3-70b --tokens 4M --attention ring", ["tokens"]),
+        ("search --model llama3-70b --tokens 4M --attention ring --out a.toml --plot a.png", ["tokens"]),
         ("search --tokens 6M --attention ring", ["upipe", "tokens"]),
         ("search --tokens 1000G --attention ring --json", []),
         ("run --recipe llama3_8b_128k --data.sequence-length 64M", ["tokens"]),
     ],
 )
-def test_commands_without_a_fit_exit_with_1_and_name_what_fits(argv, changes, capsys, monkeypatch):
+def test_commands_without_a_fit_exit_with_1_and_name_what_fits(argv, changes, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("armillary.plan.memory.cli.simulate", by_formulas)
     with pytest.raises(SystemExit) as stop:
         main([*argv.split(), "--cluster", "8xh100"])
     output = "".join(capsys.readouterr())
-    assert stop.value.code == 1 and "GiB" in output
+    assert stop.value.code == 1 and "GiB" in output and not list(tmp_path.iterdir())
     (count,) = re.findall(r"([\d,]+) accelerators .*suffice", output)
     assert int(count.replace(",", "")) > 8
     advice = re.findall(r"it fits with (.*); by formulas", output)

@@ -134,15 +134,8 @@ def test_the_search_includes_it_and_omits_methods_without_a_plan_with_a_note():
     assert "comm_plan" not in lines[COUNTED][0] and "forward_memory" in lines[COUNTED][0]
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        f"memory --model debug --tokens 1Ki --attention {NEW}",
-        f"run --parallel.attention {NEW} --parallel.ulysses 1 --data.sequence-length 1Ki --model.vocab-size 256",
-    ],
-)
-def test_memory_of_its_step(command, capsys):
-    main([*command.split(), "--cluster", "8xh100", "--json"])
+def test_memory_of_its_step(capsys):
+    main(["memory", "--model", "debug", "--tokens", "1Ki", "--attention", NEW, "--cluster", "8xh100", "--json"])
     assert json.loads(capsys.readouterr().out)["memory"]["device"] > 0
 
 

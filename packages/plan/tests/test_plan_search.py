@@ -2,10 +2,8 @@
 
 import json
 import math
-import sys
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from armillary.plan.cli import main
 from armillary.plan.memory import AttentionChoice, Estimate, Job
 from armillary.plan.memory.room import Room, fit_policy, largest
 from armillary.plan.search.candidates import candidates
-from armillary.plan.search.cli import as_dict, draw, figures, policy_rows, stored_text
+from armillary.plan.search.cli import as_dict, figures, policy_rows, stored_text
 from armillary.plan.search.search import SearchOptions, search
 from armillary.plan.search.trainer_config import RECIPES, command_line, trainer_config, write_choice
 from armillary.plan.time.clocks import all_gather_seconds, plan_seconds
@@ -488,22 +486,6 @@ def test_the_command_shows_a_table_a_plot_and_json(capsys, tmp_path):
     actual = json.loads(capsys.readouterr().out)
     assert actual["choices"][0]["reason"] is None and actual["choices"][0]["fits"]
     assert actual["choices"][0]["seconds"] == pytest.approx(sum(actual["choices"][0]["parts"].values()))
-
-
-def test_a_plot_without_matplotlib_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    actual = SimpleNamespace(options=SimpleNamespace(best=1), fitting=[None])  # a stub, because a search takes seconds
-    with pytest.raises(ImportError, match=r"armillary-plan\[plot\]"):
-        draw(actual, tmp_path / "a.png")
-
-
-def test_without_a_fit_nothing_is_written(capsys, tmp_path):
-    flags = ["--model", "llama3-70b", "--tokens", "4M", "--cluster", "8xh100", "--attention", "ring"]
-    out, plot = tmp_path / "best.toml", tmp_path / "best.png"
-    with pytest.raises(SystemExit) as stop:
-        main([*flags, "--out", str(out), "--plot", str(plot)])
-    assert stop.value.code == 1 and not out.exists() and not plot.exists()
-    assert "of 74.1 GiB on the device" in capsys.readouterr().out
 
 
 def test_accelerators_that_would_suffice_when_the_host_is_the_limit():

@@ -13,12 +13,12 @@ from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig
 from armillary.plan import Cluster
-from armillary.plan.cli import main
 from armillary.plan.memory import AttentionChoice, Job, StepMemory, estimate
 from armillary.plan.memory import cli as command_module
 from armillary.plan.memory.cli import MemoryOptions, plan_memory
 from armillary.plan.memory.recurrent_memory import gathered_bytes
 from armillary.plan.search.candidates import Layout, Mesh
+from armillary.plan.search.cli import show
 from armillary.plan.search.search import SearchOptions, search
 from armillary.plan.search.trainer_config import trainer_config
 from armillary.plan.time.passes import passes_of
@@ -97,8 +97,12 @@ RELAID = "zigzag, relaid for states"
 PLAN = SearchOptions(model="hybrid-8b", cluster="8xh100", tokens="16Ki", attention=("ring", "ulysses"))
 
 
-def test_layouts_of_a_hybrid_are_weighed_by_bytes_and_time():
+def test_layouts_of_a_hybrid_are_weighed_by_bytes_and_time(capsys):
     result = search(PLAN)
+    show(result)
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("the best with each layout")
+    assert {line.split("  ")[0] for line in lines[start + 4 : start + 7]} == {"zigzag", "contiguous", RELAID}
     ring = {x.candidate.layout_name: x for x in result.choices if x.candidate.mesh == Mesh(1, 8, 1)}
     assert result.fitting and set(ring) == {"zigzag", "contiguous", RELAID}
     # States on contiguous shards, attention on zigzag ones.
@@ -112,13 +116,6 @@ def test_layouts_of_a_hybrid_are_weighed_by_bytes_and_time():
     assert config.data.layout == "contiguous"
     assert isinstance(model, LlamaConfig) and isinstance(result.model, LlamaConfig)
     assert (model.mixers, model.states) == (result.model.mixers, result.model.states)
-
-
-def test_the_search_shows_the_best_with_each_layout(capsys):
-    main(["search", "--model", "hybrid-8b", "--tokens", "16Ki", "--attention", "ring"])
-    lines = capsys.readouterr().out.splitlines()
-    start = lines.index("the best with each layout")
-    assert {line.split("  ")[0] for line in lines[start + 4 : start + 7]} == {"zigzag", "contiguous", RELAID}
 
 
 def test_gathered_states_grow_linearly_with_ranks():

@@ -122,14 +122,6 @@ def test_every_change_of_a_checkpoint_is_named(folder, name, change, fault):
     assert checkpoint_fault(folder, 7).startswith(fault)
 
 
-def test_a_damaged_checkpoint_is_kept_until_its_step_is_saved_again(folder):
-    save(folder, 1)
-    assert folder.set_aside(1, copy=False).name == "step-1.damaged"
-    save(folder, 1)
-    folder.clear()
-    assert folder.names() == ["step-1"]
-
-
 def test_a_file_that_the_disk_has_lost_is_not_committed(folder):
     for step, change in enumerate((edited(lambda old: old[:-1]), lose)):
         folder.begin(step)

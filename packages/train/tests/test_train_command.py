@@ -69,12 +69,10 @@ def test_keys_accept_dashes_and_underscores_and_values_of_every_kind(tmp_path):
     )
 
 
-def test_lists_and_whole_numbers_are_accepted():
+def test_lists_and_whole_numbers_are_accepted_and_in_files_numbers_as_text(tmp_path):
     data = DataConfig(path=[Path("a")], weights=[1])
     check_config(Config(data=data, optimizer=OptimizerConfig(clip_norm=float("inf")), log=LogConfig(profile=[1])))
 
-
-def test_files_accept_numbers_as_text(tmp_path):
     settings = {"data": {"sequence_length": "64k"}, "train": {"steps": "1Ki"}, "log": {"profile": ["1k", 3]}}
     toml = 'data = { sequence-length = "64k" }\ntrain = { steps = "1Ki" }\nlog = { profile = ["1k", 3] }'
     for path in (write_config(tmp_path, json.dumps(settings), "run.json"), write_config(tmp_path, toml)):
@@ -82,25 +80,20 @@ def test_files_accept_numbers_as_text(tmp_path):
         assert (config.data.sequence_length, config.train.steps, config.log.profile) == (64_000, 1024, (1000, 3))
 
 
-def test_records_of_a_run_are_read_back_equally(tmp_path):
-    for name, recipe in RECIPES.items():
-        config = recipe()
-        path = write_config(tmp_path, json.dumps(asdict(config), default=str), "config.json")
-        assert command("--config", path) == config, name
-        assert command("--recipe", "llama3_70b_128k", "--config", path) == config, name  # the file has all keys
-
-
-def test_exported_configurations_have_every_field_and_are_read_back_equally(tmp_path, capsys):
+def test_files_of_a_run_have_every_field_and_are_read_back_equally(tmp_path, capsys):
     changes = ("--parallel.cp", 4, "--log.trace", "a b", "--checkpointing.policy", "layer", "--parallel.ring", "None")
     for name in RECIPES:
         main([*map(str, ("--recipe", name, *changes)), "--export-config"])
         text = capsys.readouterr().out
-        assert command("--config", write_config(tmp_path, text)) == command("--recipe", name, *changes)
-        fields = [key for key, _ in flat(command("--recipe", name))]
+        config = command("--recipe", name, *changes)
+        assert command("--config", write_config(tmp_path, text)) == config
+        fields = [key for key, _ in flat(config)]
         assert re.findall(r"^(?:# )?([\w-]+) =", text.partition("[")[2], re.MULTILINE) == [
             key.rpartition(".")[2].replace("_", "-") for key in fields
         ]
         assert text.count("\n#") >= len(fields)
+        record = write_config(tmp_path, json.dumps(asdict(config), default=str), "config.json")
+        assert command("--recipe", "llama3_70b_128k", "--config", record) == config, name  # the file has all keys
 
 
 def test_differences_from_the_recipe_are_printed_in_aligned_lines():

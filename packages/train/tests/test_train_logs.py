@@ -30,7 +30,6 @@ from armillary.train import (
     process_group,
     train_loop,
 )
-from armillary.train.config.check import check_log
 from armillary.train.device import peak_flops, peak_memory
 from armillary.train.logs import GuardedSink, Journal, Reporter, Screen, Sink, read_records
 from armillary.train.metrics import StepMetrics, Stopwatch, average
@@ -382,7 +381,3 @@ def test_a_restart_resumes_its_wandb_run(worlds, tmp_path):
     assert [call["step"] for call in logged] == [1, 1, 2, 2]
     assert logged[0]["train/loss"] == 1 and logged[1] == {"step": 1, "validation/loss": 1.0}
     assert sum(call == {"finish": identity} for call in calls) == 2
-
-
-def test_reports_that_can_be_made_are_accepted():
-    check_log(LogConfig(tensorboard=True, profile=(1, 10)), 10, torch.device("cpu"))

@@ -49,8 +49,7 @@ def one_rank(worlds, tmp_path_factory) -> Summary:
 @pytest.mark.parametrize(
     ("parallel", "layout", "checkpointing"),
     [
-        ({"ring": 4}, "striped", None),
-        ({"tp": 2, "ring": 2}, "zigzag", None),
+        ({"tp": 2, "ring": 2}, "striped", None),
         ({"ring": 2, "ulysses": 2}, "zigzag", Checkpointing("layer", offload=True, chunk=16)),
         (
             {"ring": 2, "ulysses": 2, "attention": "upipe+ring"},
@@ -58,7 +57,7 @@ def one_rank(worlds, tmp_path_factory) -> Summary:
             Checkpointing("attention_output", offload=True, prefetch=False, chunk=50),
         ),
     ],
-    ids=["ring", "tensor parallel", "layer", "attention output"],
+    ids=["tensor parallel", "layer", "attention output"],
 )
 def test_steps_give_the_same_losses_on_every_mesh(worlds, one_rank, tmp_path, parallel, layout, checkpointing):
     config = replace(
