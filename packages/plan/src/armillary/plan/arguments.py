@@ -17,10 +17,10 @@ from armillary.train.config import flag
 from armillary.train.parts import MOST_RANKS
 
 Model = LlamaConfig | GPTConfig
+# A number of tokens, such as 65536 or "128Ki"; `amount` converts it to an int.
 Quantity = Annotated[int | str, tyro.conf.arg(metavar="INT")]
-"""A number of tokens, such as 65536 or "128Ki"; `amount` converts it to an int."""
+# A number of bytes, such as "5GiB"; `amount` converts it to an int. `str` is first, or tyro would read "5Gi".
 Bytes = Annotated[str | int, tyro.conf.arg(metavar="BYTES")]
-"""A number of bytes, such as "5GiB"; `amount` converts it to an int. `str` is first, or tyro would read "5Gi"."""
 
 
 def hybrid_8b() -> LlamaConfig:
@@ -30,6 +30,7 @@ def hybrid_8b() -> LlamaConfig:
     return replace(LlamaConfig.llama3_8b(), mixers=mixers, states=states)
 
 
+# Model presets, as functions of the sequence length: a GPT has as many learned positions.
 MODELS: dict[str, Callable[[int], Model]] = {
     "debug": lambda _: LlamaConfig.debug(),
     "llama3-8b": lambda _: LlamaConfig.llama3_8b(),
@@ -40,7 +41,6 @@ MODELS: dict[str, Callable[[int], Model]] = {
     "gpt-7b": GPTConfig.wallfacer_7b,
     "hybrid-8b": lambda _: hybrid_8b(),
 }
-"""Model presets, as functions of the sequence length: a GPT has as many learned positions."""
 
 
 def model_of(name: str, length: int) -> Model:

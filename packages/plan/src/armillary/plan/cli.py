@@ -25,17 +25,17 @@ commands:
 
 None needs a GPU. armillary-plan COMMAND --help lists the options.
 Exit codes: 0; 1 if the model or the sequence does not fit into memory; 2 for wrong arguments."""
+# The module of each command, whose `main` takes its flags and returns False if nothing fits into memory.
 COMMANDS = {
     "search": "armillary.plan.search.cli",
     "memory": "armillary.plan.memory.cli",
     "run": "armillary.plan.trainer_run",
 }
-"""The module of each command, whose `main` takes its flags and returns False if nothing fits into memory."""
+# Commands that are gone, and what to run instead.
 REMOVED = {
     "bytes": "python benchmarks/sent_bytes.py, in a checkout of the repository",
     "steps": "python docs/tools/draw_steps.py, in a checkout of the repository",
 }
-"""Commands that are gone, and what to run instead."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from armillary.core.parts import check_bool, integer, number, read_json
 from armillary.models import LatentSizes, LlamaConfig
 
+# Values of `model_type` that the trainer does not read.
 LATENT_TYPES = "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear", "longcat_flash", "minicpm3", "mistral4"
-"""Values of `model_type` that the trainer does not read."""
 
 
 def latent_sizes(fields: Mapping[str, Any]) -> LatentSizes:

@@ -45,7 +45,6 @@ class RunOptions(ConfiguredRun):
 
 
 def main(argv: Sequence[str], program: str) -> bool:
-    """Runs the command. Returns True if the run fits."""
     options, _ = read_run(argv, RunOptions, program)
     with Bar("simulating", quiet=options.json) as bar:
         result = predict(options.run, options.cluster, partial(bar.show, "simulating"))

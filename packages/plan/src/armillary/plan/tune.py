@@ -61,10 +61,10 @@ from armillary.train.parts import (
 )
 
 PROGRAM = "armillary-tune"
+# Flags that are gone, and what to write instead.
 REMOVED = {"--slower": "name the number of candidates to measure, --best"}
-"""Flags that are gone, and what to write instead."""
+# Vocabulary of the measured model. It is small, because embedding and loss take the same time for all candidates.
 VOCABULARY = 256
-"""Vocabulary of the measured model. It is small, because embedding and loss take the same time for all candidates."""
 COLUMNS = (Column("candidate", text=True), Column("forward and backward"), Column("failed", text=True, own_line=True))
 
 
@@ -125,8 +125,8 @@ class Outcome:
     by_peers: bool = False
 
 
+# Type of `measure`.
 Measure = Callable[[Config, Candidate, torch.device, int, Ranks], list[float]]
-"""Type of `measure`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -136,7 +136,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def read_options(argv: Sequence[str]) -> TuneOptions:
-    """Parses a command line."""
     refuse_removed(argv, REMOVED)
     options, _ = read_run(argv, TuneOptions, PROGRAM)
     check_limits(options)

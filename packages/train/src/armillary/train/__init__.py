@@ -47,12 +47,12 @@ __all__ = [
 
 __version__ = version("armillary-train")
 
+# Modules that need FSDP2 and DTensor. A command with wrong arguments ends without them.
 _SLOW_MODULES = {
     "armillary.train.step": ("Run",),
     "armillary.train.metrics": ("Summary",),
     "armillary.train.build": ("prepare", "process_group"),
     "armillary.train.loop": ("train", "train_loop"),
 }
-"""Modules that need FSDP2 and DTensor. A command with wrong arguments ends without them."""
 
 __getattr__ = imported_at_first_use(__name__, _SLOW_MODULES)

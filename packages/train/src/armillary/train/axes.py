@@ -12,8 +12,8 @@ from armillary.core.parts import compat
 from armillary.train.config.check import configured_method, model_config
 from armillary.train.config.sections import Config
 
+# Axes whose ranks hold different tokens: gradients and losses are summed over all of them.
 DATA_AXES = ("replicate", "shard", "nodes", "devices", "ring", "ulysses")
-"""Axes whose ranks hold different tokens: gradients and losses are summed over all of them."""
 
 
 def choose_axes(config: Config, world: int) -> dict[str, int]:

@@ -55,9 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 PROGRAM = "armillary-train"
+# Functions that return a recipe's configuration, by the names that `--recipe` accepts.
 RECIPES: dict[str, Callable[[], Config]] = {name: getattr(recipes, name) for name in recipes.__all__}
-"""Functions that return a recipe's configuration, by the names that `--recipe` accepts."""
 TASKS_REMOVED = "synthetic tasks are no longer trained on; leave it out (recall across ranks: benchmarks/recall.py)"
+# Keys of earlier versions, with what to write instead: flags and files that have one are refused.
 REMOVED = {
     "data.rows": "it is data.global_batch_size now",
     "data.document_mask": "it is data.documents now",
@@ -67,7 +68,6 @@ REMOVED = {
     "optimizer.on_host": "it is optimizer.cpu_offload now",
     "validation.tasks": TASKS_REMOVED,
 }
-"""Keys of earlier versions, with what to write instead: flags and files that have one are refused."""
 
 
 @dataclass(frozen=True)

@@ -39,9 +39,8 @@ def choose_device(config: TrainConfig, flag: str = "--train.device") -> torch.de
     return device
 
 
+# Environment variables that torch reads; the second is the older name.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Environment variables that torch reads; the second is the older name."""
-
 
 EXPANDABLE = "expandable_segments"
 
@@ -129,8 +128,8 @@ def inputs_of(config: Config, model: LlamaConfig | GPTConfig, dtype: torch.dtype
     return replace(Inputs.of(q, v, device=device), windowed=has_window, documents=config.data.documents)
 
 
+# Peak of dense bfloat16 FLOP/s, the denominator of MFU, by a word in the device's name; H100 as SXM.
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L20": 119.5e12}
-"""Peak of dense bfloat16 FLOP/s, the denominator of MFU, by a word in the device's name; H100 as SXM."""
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -27,22 +27,22 @@ from armillary.train.config.check import check_config, model_config
 from armillary.train.config.sections import Config
 from armillary.train.device import CudaSetup, cuda_setup, inputs_of
 
+# Maximum number of ranks of a dry run, whose time grows with that number.
 MOST_RANKS = 2**14
-"""Maximum number of ranks of a dry run, whose time grows with that number."""
+# Number of parameters in the table of the largest.
 SHOWN_PARAMETERS = 6
-"""Number of parameters in the table of the largest."""
+# Compute capability of a GPU, (major, minor).
 Capability = tuple[int, int]
-"""Compute capability of a GPU, (major, minor)."""
+# Compute capabilities that a dry run shows on a machine without a GPU.
 DRY_RUN_CAPABILITIES: tuple[Capability, ...] = ((8, 0), (9, 0), (10, 0))
-"""Compute capabilities that a dry run shows on a machine without a GPU."""
 STEP = (Column("one rank, one micro-batch", text=True), Column("shape (numbers)"))
 PARAMETERS = (
     Column("largest parameters", text=True),
     *map(Column, ("count", "whole (numbers)", "on a rank (numbers)")),
 )
 PLANNER = "memory and time of a step: armillary-plan run, with these flags and --cluster 8xh100"
+# How to install the planner, which is not a dependency of the trainer.
 INSTALLATION = " (pip install ./packages/plan, in a checkout of the repository)"
-"""How to install the planner, which is not a dependency of the trainer."""
 
 
 @dataclass(frozen=True)

@@ -39,16 +39,14 @@ from armillary.train.run_tokenizer import TokenSource
 
 PROGRAM = "armillary-generate"
 
-
+# Time-out of collectives: long enough for the slowest rank to read its weights.
 TIMEOUT = timedelta(minutes=30)
-"""Time-out of collectives: long enough for the slowest rank to read its weights."""
 
-
+# Flags of earlier versions, with what to write instead.
 REMOVED = {
     "--parallel.tp": "it is --tp",
     "--parallel": "prompts are no longer sharded, and weights are sharded over all ranks; leave it out, or give --tp",
 }
-"""Flags of earlier versions, with what to write instead."""
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from pydantic import TypeAdapter
 
 from armillary.core.parts import compat
 
+# Seconds without a heartbeat after which a rank counts as dead.
 SILENCE = 6.0
-"""Seconds without a heartbeat after which a rank counts as dead."""
 
 
 @dataclass(frozen=True)
@@ -209,25 +209,21 @@ def backend_names() -> list[str]:
 
 STANDARD_LIBRARY = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib")}, "<frozen ")
 
-
 PACKAGES = "/armillary/"
 
-
+# Files whose functions communicate.
 COMMUNICATION = (
     "/torch/distributed/distributed_c10d.py",
     "/torch/distributed/_functional_collectives.py",
     "/armillary/core/collectives/exchange.py",
     "/armillary/core/collectives/collective.py",
 )
-"""Files whose functions communicate."""
 
-
+# Matches files whose functions communication may call: torch's ops, `compat`, backends written in Python.
 CALLED_BY_COMMUNICATION = re.compile("/torch/|/armillary/core/")
-"""Matches files whose functions communication may call: torch's ops, `compat`, backends written in Python."""
 
-
+# Matches calls of torch in which the host waits for the device, and so for collectives that run there.
 BLOCKING_READS = re.compile(r"\b(item|tolist|cpu|numpy|(_cuda_)?synchronize|_accelerator_synchronizeDevice)\(")
-"""Matches calls of torch in which the host waits for the device, and so for collectives that run there."""
 
 
 def current_stack() -> StackSummary:

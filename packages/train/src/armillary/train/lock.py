@@ -28,11 +28,11 @@ from pydantic import TypeAdapter
 from armillary.core.parts import open_file, read_file, writing
 from armillary.train.ranks import results_of_all
 
+# Seconds between heartbeats of a holder.
 BEAT = 5.0
-"""Seconds between heartbeats of a holder."""
 
+# Seconds without a heartbeat after which a holder on another machine counts as dead.
 TAKEOVER_TIMEOUT = 30.0
-"""Seconds without a heartbeat after which a holder on another machine counts as dead."""
 
 NUMBERED = re.compile(r"(\d+)\.(held|released)")
 

@@ -29,15 +29,13 @@ from armillary.data.console import picture, printable
 from armillary.train.config.sections import Config
 from armillary.train.metrics import StepMetrics, average
 
+# Maximum seconds to wait for a line to be printed or a sink's reports to be written, and for a sink to close: so long
+# does a terminal or a disk that blocks delay a run. Errors of sinks do not stop it.
 PRINT_TIMEOUT, CLOSE_TIMEOUT = 5.0, 60.0
-"""Maximum seconds to wait for a line to be printed or a sink's reports to be written, and for a sink to close."""
 
 
 class Reporter:
     """Passes the steps, validations and events of a run to all sinks, on rank 0 alone. Used in a `with` block.
-
-    An error of a sink does not stop training. A terminal that blocks delays each line by at most `PRINT_TIMEOUT`
-    seconds. Any sink that blocks delays the end of the run by at most `PRINT_TIMEOUT + CLOSE_TIMEOUT` seconds.
 
     Args:
         fence: raises if another run has taken over the output folder; see `OutputLock`.
@@ -159,8 +157,8 @@ class GuardedSink:
             self._complain(f"{self.name} {reason}")
 
 
+# The remaining time is estimated from the steps of the last RECENT seconds, at most a thousand steps.
 RECENT = 3600.0
-"""The remaining time is estimated from the steps of the last RECENT seconds, at most a thousand steps."""
 
 
 class Sink:
@@ -305,8 +303,8 @@ class WeightsAndBiases(Sink):
             self._run.finish()
 
 
+# Size of the file's buffer in bytes, which keeps lines while the disk is full.
 BUFFER = 1 << 20
-"""Size of the file's buffer in bytes, which keeps lines while the disk is full."""
 
 
 class Journal(Sink):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from armillary.train.ranks import Ranks, check_consistent
     from armillary.train.step import batch_mask
 
+# Modules that need FSDP2 or torch.compile, which take seconds to import, and their names here.
 _SLOW_NAMES = {
     "armillary.train.build": ("collective_timeout", "load_rows", "mesh_of", "open_stores", "precision", "shard_model"),
     "armillary.train.dry_run": ("DryRun", "MOST_RANKS", "dry_run", "precision_of", "print_dry_run"),
@@ -24,6 +25,5 @@ _SLOW_NAMES = {
     "armillary.train.step": ("batch_mask",),
     "armillary.train.loop": ("watchdog_of",),
 }
-"""Modules that need FSDP2 or torch.compile, which take seconds to import, and their names here."""
 
 __getattr__ = imported_at_first_use(__name__, _SLOW_NAMES)

@@ -13,8 +13,8 @@ from torch.profiler import ProfilerAction, profile
 
 from armillary.core import Trace, span
 
+# Maximum number of allocations and frees in a memory history.
 HISTORY = 100_000
-"""Maximum number of allocations and frees in a memory history."""
 
 
 class Profiler:

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# State words of the Mersenne twister, which Python and numpy use.
 WORDS = 624
-"""State words of the Mersenne twister, which Python and numpy use."""
 
 
 def random_state(device: torch.device) -> dict[str, Tensor]:

@@ -11,11 +11,11 @@ from uuid import uuid4
 import torch.distributed as dist
 
 R = TypeVar("R")
+# An error of one rank as the other ranks raise it: (type, message).
 Failure = tuple[type[Exception], str]
-"""An error of one rank as the other ranks raise it: (type, message)."""
 
+# Errors that all ranks raise with the type that they have on one rank; any other becomes a RuntimeError.
 SHARED_TYPES = (ValueError, OSError)
-"""Errors that all ranks raise with the type that they have on one rank; any other becomes a RuntimeError."""
 
 
 class Ranks:
@@ -34,9 +34,7 @@ class Ranks:
     def on_all(self, action: Callable[[], R]) -> list[R]:
         """Calls `action` on every rank; returns the results of all ranks. If it raises on one rank, all raise.
 
-        Raises:
-            ValueError, OSError: `action` raised errors of this type.
-            RuntimeError: `action` raised any other error, or errors of several types, or ranks are missing.
+        Raises ValueError or OSError if all errors are of this type, else RuntimeError; also if ranks are missing.
         """
         return results_of_all(action, self.group, self.timeout)
 

@@ -51,7 +51,7 @@ class Run:
         return self.training.tokens_per_batch * self.config.train.accumulation
 
     def mask(self, batch: Batch) -> AttentionMask:
-        """Returns the mask of a batch as configured; see `batch_mask`."""
+        """Returns the mask of a batch as configured."""
         return batch_mask(batch.documents, batch.parents, self.config.data.documents)
 
 
@@ -81,8 +81,9 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     Raises:
         RuntimeError: a fact that `--check.verify-every` verifies is wrong; on every rank, before the update.
     """
+    rate = learning_rate(step, run.config.train.steps, run.config.optimizer)
     for group in run.optimizer.param_groups:
-        group["lr"] = learning_rate(step, run.config.train.steps, run.config.optimizer)
+        group["lr"] = rate
     # 1. Count the labels of all micro-batches and ranks. Each micro-batch's loss is divided by this number, so it must
     # be known before the first backward.
     label_count = sum_over_ranks(run, sum(batch.labelled for batch in batches))

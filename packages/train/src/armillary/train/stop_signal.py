@@ -15,11 +15,10 @@ import torch.distributed as dist
 
 from armillary.data.console import report_failure
 
+# Seconds after a signal from which another one counts as a second request.
+#
+# A scheduler may signal torchrun and its ranks, and torchrun forwards the signal at once: that is one request.
 REPEAT = 3.0
-"""Seconds after a signal from which another one counts as a second request.
-
-A scheduler may signal torchrun and its ranks, and torchrun forwards the signal at once: that is one request.
-"""
 
 
 class StopSignal:

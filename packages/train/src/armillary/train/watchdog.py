@@ -35,29 +35,23 @@ from armillary.train.hang_diagnosis import (
     waits,
 )
 
+# Factor on the time-out of a step, for the first step and for phases other than training.
 SLOW_PHASE_FACTOR = 5
-"""Factor on the time-out of a step, for the first step and for phases other than training."""
 
+# Matches the messages of torch, CUDA and NCCL if memory is exhausted.
 OUT_OF_MEMORY = re.compile("out of memory|allocate memory", re.IGNORECASE)
-"""Matches the messages of torch, CUDA and NCCL if memory is exhausted."""
 
+# Seconds for which the process continues after the main thread has failed, or after the store is gone.
 GRACE = 20.0
-"""Seconds for which the process continues after the main thread has failed, or after the store is gone."""
 
 
 class Watchdog:
     """Context manager that ends a hung run: detects missing ranks, dumps their stacks and exits.
 
-    `start_phase` begins a phase and sets the time that it may take. If the phase takes longer on any rank, every live
-    rank reports the missing ranks, writes the stacks of all its threads to `folder`/rank-N.txt and ends its process
-    with exit code 1.
-
-    An error that leaves the block is reported with rank and step, unless it refuses the run before training. If
-    communication raised the error, the missing ranks are reported. If they have been reported before, a TimeoutError
-    that names them replaces the error. Only the first rank of each torchrun reports a cause (`report_failure`).
-
-    The process ends at once if its launcher has died, and after `GRACE` seconds if the store is gone and training has
-    not ended by then. Outside of a `with` block no thread runs, and `start_phase` only notes the phase.
+    If a phase takes too long on any rank (`start_phase`), every live rank reports the missing ranks, writes the stacks
+    of all its threads to `folder`/rank-N.txt and ends its process with exit code 1. An error that leaves the block is
+    reported with rank and step, or with the missing ranks if communication raised it. Outside of a `with` block no
+    thread runs.
 
     Args:
         limit: seconds that a step of training may take.
@@ -124,6 +118,7 @@ class Watchdog:
 
     def _report(self, error: Exception) -> None:
         """Posts the first error of this rank, or raises the alarm if other ranks caused it. Ignores later ones."""
+        # Only the first rank of each torchrun prints a cause (`report_failure`).
         if self._failing:
             return
         self._failing = True

@@ -33,8 +33,8 @@ from armillary.plan.cluster.network import (
     deliveries,
 )
 
+# Fractions of the peak FLOP/s that attention attains with kernels without published figures: (forward, backward).
 DEFAULT_SHARES = (0.55, 0.45)
-"""Fractions of the peak FLOP/s that attention attains with kernels without published figures: (forward, backward)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=CHECKED)
@@ -149,11 +149,6 @@ class Cluster:
         return self.nodes * self.ranks_per_node
 
     @property
-    def device_memory(self) -> int:
-        """Bytes of memory of each accelerator."""
-        return self.accelerator.memory
-
-    @property
     def levels(self) -> tuple[Level, ...]:
         """Levels of the network, from the smallest groups of ranks (a PCIe switch, or a node) to all ranks."""
         switch = () if self.switch is None else (Level("switch", self.switch_ranks, self.switch),)
@@ -236,8 +231,8 @@ def _merge(base: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, An
     return {**base, **settings, **tables}
 
 
+# Tables of a cluster's file.
 TABLES = {"accelerator": Accelerator, "within": Link, "between": Link, "switch": Link}
-"""Tables of a cluster's file."""
 
 
 def _describe_error(detail: Any) -> str:
@@ -281,18 +276,18 @@ L20 = Accelerator(
 
 NVLINK_4 = Link(bandwidth=370e9, latency=8e-6, disturbs=0.1)
 NVLINK_3 = Link(bandwidth=240e9, latency=8e-6, disturbs=0.1)
+# InfiniBand, 400 Gb/s for each rank.
 NDR = Link(bandwidth=46e9, latency=12e-6, disturbs=0.1)
-"""InfiniBand, 400 Gb/s for each rank."""
+# An A800 has 400 GB/s, both directions together; an A100 has 600.
 NVLINK_A800 = Link(bandwidth=160e9, latency=8e-6, disturbs=0.1)
-"""An A800 has 400 GB/s, both directions together; an A100 has 600."""
+# InfiniBand, 200 Gb/s for each rank.
 HDR = Link(bandwidth=23e9, latency=12e-6, disturbs=0.1)
-"""InfiniBand, 200 Gb/s for each rank."""
+# 100 Gb/s for each machine.
 ETHERNET = Link(bandwidth=11e9, latency=50e-6, per="group", disturbs=0.1)
-"""100 Gb/s for each machine."""
 PCIE_SWITCH = Link(bandwidth=17.5e9, latency=10e-6, disturbs=1.0)
+# Links between PCIe switches, through the machine's processors. Fitted to table 3 of USP (arXiv 2405.07719), where a
+# rank attains 17 GB/s in a ring, about 3 in an all-to-all of four ranks and about 1 in one of eight, without overlap.
 HOST_BRIDGES = Link(bandwidth=17.5e9, latency=20e-6, disturbs=1.0, crowding=1.6)
-"""Links between PCIe switches, through the machine's processors. Fitted to table 3 of USP (arXiv 2405.07719), where a
-rank attains 17 GB/s in a ring, about 3 in an all-to-all of four ranks and about 1 in one of eight, without overlap."""
 
 _H100 = Cluster(
     name="H100 80 GB", accelerator=H100, host_memory=2 * TB, within=NVLINK_4, between=NDR, ranks_per_node=8, nodes=1
@@ -336,6 +331,7 @@ MACHINES = {
 
 # -- slow networks, which benchmarks emulate on one machine with network namespaces ------------------------------------
 
+# Accelerator of one of 16 ranks that share two cores, in float32. Benchmarks that need its real speed measure it.
 CORE = Accelerator(
     name="share of a processor",
     memory=GiB,
@@ -347,20 +343,19 @@ CORE = Accelerator(
     attention_backward=1.0,
     step=2e-3,
 )
-"""Accelerator of one of 16 ranks that share two cores, in float32. Benchmarks that need its real speed measure it."""
 
+# Processor seconds per message, of sender and receiver together.
 _SOFTWARE = 1e-4
-"""Processor seconds per message, of sender and receiver together."""
 
+# Seconds for gloo and for waking a process up. The emulated wires have no latency.
 _LATENCY = 5e-4
-"""Seconds for gloo and for waking a process up. The emulated wires have no latency."""
 
+# A gloo receiver requests data on the connection by which it sends, so a rank that is late for a collective queues
+# its request behind its own data. Fitted, between no rank late (0) and every rank late (1).
 _TURNS = 0.35
-"""A gloo receiver requests data on the connection by which it sends, so a rank that is late for a collective queues its
-request behind its own data. Fitted, between no rank late (0) and every rank late (1)."""
 
+# Bytes of a socket's send buffer, as the emulation sets it.
 _SOCKET = 1 << 18
-"""Bytes of a socket's send buffer, as the emulation sets it."""
 
 
 def _emulated(title: str, nodes: int, per_node: int, within: tuple[float, Wiring], wiring: Wiring) -> Cluster:

@@ -118,14 +118,6 @@ class Delivery(NamedTuple):
     sending: float
     link: Link
 
-    def receive_and_compute(self, compute: float) -> float:
-        """Seconds until the receiver has all bytes and has done a computation that starts with the send."""
-        return float(concurrent_seconds(self.seconds, compute, self.link.disturbs))
-
-    def send_and_compute(self, compute: float) -> float:
-        """Seconds until the sender may continue and has done a computation that starts with the send."""
-        return float(concurrent_seconds(self.sending, compute, self.link.disturbs))
-
 
 class Deliveries(NamedTuple):
     """Timing of many sends: the fields of `Delivery` as arrays, and the index of the level whose link carries each."""

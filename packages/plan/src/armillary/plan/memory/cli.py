@@ -93,7 +93,6 @@ class MemoryOptions:
     """Print JSON."""
 
     def job(self, axes: Mapping[str, int], length: int) -> Job:
-        """Returns the training step to simulate, for a sequence of `length` tokens."""
         return Job(
             model=model_of(self.model, length),  # depends on the length, because a GPT has learned positions
             axes=axes,
@@ -106,7 +105,6 @@ class MemoryOptions:
 
 
 def main(argv: Sequence[str], program: str) -> bool:
-    """Runs the command. Returns True if the sequence fits."""
     options = parse(argv, MemoryOptions, program)
     with Bar("simulating", quiet=options.json) as bar:
         result = plan_memory(options, bar.show)
@@ -186,7 +184,6 @@ def plan_memory(
 
 
 def mesh_axes(options: MemoryOptions, model: Model, cluster: Cluster) -> dict[str, int]:
-    """Returns the sizes of the mesh axes, with defaults for ring and ulysses."""
     ranks, method_axes = max(1, cluster.ranks // options.shard), named_method(options.attention).axes
     free_ranks = ranks // (options.ring or 1)
     if options.ulysses is not None:

@@ -159,19 +159,19 @@ class AdditionObserver(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+# torch's CUDA allocator rounds sizes up to multiples of this many bytes.
 CUDA_BLOCK = 512
-"""torch's CUDA allocator rounds sizes up to multiples of this many bytes."""
 
+# Category of tensors that are allocated without a label.
 OTHER = "other"
-"""Category of tensors that are allocated without a label."""
 
+# Category of the arguments of FSDP2's ops. They are allocated by ordinary ops, which do not show their category.
 FSDP_TENSORS: dict[str, str] = {
     "fsdp::all_gather_copy_in": "parameters",
     "fsdp::split_with_sizes_copy": "parameters",
     "fsdp::chunk_cat_mixed_dtype": "gradients",
     "c10d::_reduce_scatter_base_": "gradients",
 }
-"""Category of the arguments of FSDP2's ops. They are allocated by ordinary ops, which do not show their category."""
 
 
 class LiveBytes(TorchDispatchMode):

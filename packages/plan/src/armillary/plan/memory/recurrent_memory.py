@@ -23,12 +23,12 @@ from armillary.plan.memory.live_bytes import LiveBytes
 from armillary.plan.memory.torch_private import fake_group
 from armillary.states import gathered_elements
 
+# Tokens of a rank in the shortest simulation: so many that its chunks need more memory than the gathered states.
 TOKENS = 512
-"""Tokens of a rank in the shortest simulation: so many that its chunks need more memory than the gathered states."""
+# Width of the simulated hidden states: so narrow that gradients of weights and inputs take almost no memory.
 WIDTH = 8
-"""Width of the simulated hidden states: so narrow that gradients of weights and inputs take almost no memory."""
+# Bytes of an element of a state.
 STATE_BYTES = torch.float32.itemsize
-"""Bytes of an element of a state."""
 
 
 class LinearBytes(NamedTuple):

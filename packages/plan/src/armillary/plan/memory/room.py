@@ -14,11 +14,11 @@ from armillary.plan.cluster import Cluster
 from armillary.plan.memory import AttentionChoice, Estimate, Job, StepMemory, estimate
 from armillary.plan.search.candidates import Mesh, candidates
 
+# Default reserves of a device and of a machine: memory that is not available to torch's tensors.
 RESERVE, HOST_RESERVE = "5GiB", "100GB"
-"""Default reserves of a device and of a machine: memory that is not available to torch's tensors."""
 
+# Memory of a step, simulated or estimated.
 Usage = StepMemory | Estimate
-"""Memory of a step, simulated or estimated."""
 
 
 class DoesNotFitError(Exception):
@@ -37,11 +37,12 @@ class Room:
         cls, cluster: Cluster, reserve: int = byte_quantity(RESERVE), host_reserve: int = byte_quantity(HOST_RESERVE)
     ) -> Room:
         """Returns the room on a cluster, less `reserve` bytes of each device and `host_reserve` of each machine."""
-        room = cls(cluster.device_memory - reserve, (cluster.host_memory - host_reserve) // cluster.ranks_per_node)
+        device = cluster.accelerator.memory
+        room = cls(device - reserve, (cluster.host_memory - host_reserve) // cluster.ranks_per_node)
         if min(room.device, room.host) < 1:
             raise ValueError(
                 f"--reserve {reserve:,} and --host-reserve {host_reserve:,} bytes leave nothing of {cluster.name} with "
-                f"{cluster.device_memory:,} bytes a device and {cluster.host_memory:,} a machine"
+                f"{device:,} bytes a device and {cluster.host_memory:,} a machine"
             )
         return room
 
@@ -63,6 +64,8 @@ class Room:
 
 # -- checkpoint policies -----------------------------------------------------------------------------------------------
 
+# First without offload, then with offload and prefetch, then without prefetch. Each of these groups is ordered from
+# the fastest policy, which needs the most memory, to the slowest.
 POLICIES = (
     Checkpointing("none"),
     Checkpointing("none", tiled=True),
@@ -73,8 +76,6 @@ POLICIES = (
     Checkpointing("attention_output", offload=True, prefetch=False),
     Checkpointing("layer", offload=True, prefetch=False),
 )
-"""First without offload, then with offload and prefetch, then without prefetch. Each of these groups is ordered from
-the fastest policy, which needs the most memory, to the slowest."""
 
 
 def fit_policy(policy: Checkpointing, job: Job, room: Room) -> Iterator[tuple[Job, Estimate]]:
@@ -190,12 +191,12 @@ def longest_fit(
     return LongestFit(length, memory, predict(length + 1_000_000))
 
 
-def longest_predicted(predict: Callable[[int], Usage], room: Room, multiple: int, start: int, attempts: int = 8) -> int:
+def longest_predicted(predict: Callable[[int], Usage], room: Room, multiple: int, start: int) -> int:
     """Returns the longest tried length that fits by prediction, or `multiple` if none does."""
-    # The secant method: memory is nearly linear in the length, so a few attempts suffice.
+    # The secant method: memory is nearly linear in the length, so eight attempts suffice.
     first = max(multiple, start // 2 // multiple * multiple)
     usages = {length: predict(length) for length in (first, 2 * first)}  # the first two points of the secant
-    for _ in range(attempts):
+    for _ in range(8):
         # The line through the two lengths nearest to full crosses the room of the device, and that of the host.
         a, b = sorted(usages, key=lambda length: abs(room.share(usages[length]) - 1))[:2]
         at_a, at_b = usages[a], usages[b]
@@ -213,13 +214,12 @@ def longest_predicted(predict: Callable[[int], Usage], room: Room, multiple: int
 
 # -- advice ------------------------------------------------------------------------------------------------------------
 
+# Steps whose estimated memory is more than this many times the room are not simulated.
+#
+# A long sequence has many chunks, and a simulation runs the ops of each.
 SIMULATED_SHARE = 4
-"""Steps whose estimated memory is more than this many times the room are not simulated.
-
-A long sequence has many chunks, and a simulation runs the ops of each.
-"""
+# Functions of a method's plan that an estimate needs.
 FORMULAS = ("forward_memory", "backward_memory")
-"""Functions of a method's plan that an estimate needs."""
 
 
 def check_simulated(job: Job, cluster: Cluster, room: Room, flag: str) -> None:

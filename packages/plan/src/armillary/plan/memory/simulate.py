@@ -31,8 +31,8 @@ from armillary.plan.memory.live_bytes import CUDA_BLOCK, LiveBytes
 from armillary.train import OptimizerConfig
 from armillary.train.parts import build_optimizer
 
+# Called with (number of items done, number of all items).
 Progress = Callable[[int, int], None]
-"""Called with (number of items done, number of all items)."""
 
 
 @dataclass(frozen=True)
@@ -79,24 +79,16 @@ class AttentionChoice:
         return self.method.mesh_axes(axes)
 
 
+# Work buffers are padded to a multiple of this many tokens.
 ROWS = 128
-"""Work buffers are padded to a multiple of this many tokens."""
 
 
 @dataclass(frozen=True)
 class SimulatedFlash(Flash):
     """Allocates the tensors that a CUDA kernel allocates, without values. Splits and packs calls as CUDA kernels do.
 
-    Backward allocates its results, and in float32 an accumulator for dq and one number per query and head (version 3:
-    two). If query heads share key heads, version 2 also allocates dk and dv of every query head and then sums them;
-    version 3 accumulates them in float32.
-
-    Version 2 also stands for cuDNN. cuDNN's backward allocates the same two float32 buffers, without padding
-    (`dQ_accum` and `softmax_sum` of cudnn-frontend 1.23, scaled_dot_product_flash_attention.h). The workspace of its
-    closed source, for example for dk and dv of each query head, is not published.
-
     Args:
-        version: 2 is torch's own kernel, which also copies non-contiguous out and dout; 3 is the flash-attn package's.
+        version: 2 is torch's own kernel, and stands for cuDNN; 3 is the flash-attn package's.
     """
 
     name: str = "simulated_flash"
@@ -118,14 +110,18 @@ class SimulatedFlash(Flash):
 
     def call_backward(self, tensors: BackwardTensors, call: FlashCall) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, _ = tensors
+        # Version 2 also stands for cuDNN, whose backward allocates the same two float32 buffers, without padding
+        # (`dQ_accum` and `softmax_sum` of cudnn-frontend 1.23, scaled_dot_product_flash_attention.h). The workspace of
+        # its closed source, for example for dk and dv of each query head, is not published.
         if self.version == 2:
-            dout, out = dout.contiguous(), out.contiguous()
+            dout, out = dout.contiguous(), out.contiguous()  # as torch's kernel copies them
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         heads, key_heads, ends = q.shape[-2], k.shape[-2], call.lengths
         # 1. For queries: an accumulator for dq, and the row sums of dout * out. Version 3 also stores lse in base 2.
         rows = padded_rows(q, ends.queries if ends else None)
         shapes = [(rows, heads, padded_head_dim(q.shape[-1])), *[(rows, heads)] * (self.version - 1)]
-        # 2. For dk and dv, unless each query head has a key head of its own. All buffers are alive at once.
+        # 2. For dk and dv, unless each query head has a key head of its own: version 2 has those of each query head and
+        # then sums them, version 3 accumulates them in float32. All buffers are alive at once.
         per_query_head = list[Tensor]()
         if heads != key_heads and self.version == 2:
             per_query_head = [x.new_empty((*x.shape[:-2], heads, x.shape[-1])) for x in (k, v)]

@@ -21,8 +21,8 @@ from armillary.models.parts import Keep
 from armillary.plan.memory.recurrent_memory import LinearBytes, StateMemory, gathered_bytes
 from armillary.plan.memory.simulate import Job
 
+# Bytes of an element of master weights, of their gradients, and of AdamW's two moments.
 FLOAT32_BYTES = float32.itemsize
-"""Bytes of an element of master weights, of their gradients, and of AdamW's two moments."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,6 @@ class StepSizes:
         return replace(sizes, mixers=job.model.mixers, state_blocks=state_blocks)
 
     def at(self, i: int) -> StepSizes:
-        """Returns the sizes of block i."""
         return self.state_blocks.get(self.mixers[i % len(self.mixers)], self)
 
     def by_mixer(self, blocks: Sequence[int]) -> list[tuple[StepSizes, Sequence[int]]]:
@@ -324,7 +323,6 @@ class StepSizes:
 
     @cached_property
     def stage_sizes(self) -> Sizes:
-        """Sizes of attention's tensors in one stage of heads."""
         queries, keys = self.stages.queries, self.stages.keys  # heads per rank
         # After Ulysses' all-to-all a rank has a U-th of the heads, each over U times as many tokens.
         head = self.tensor(self.model.head_dim) * self.ulysses

@@ -23,11 +23,11 @@ from armillary.core.parts import compat
 
 C: Any = cast(Any, torch)._C
 ENGINE: Any = cast(Any, torch.autograd.graph)._engine_run_backward
+# Files of the functions that torch wraps around `__torch_dispatch__`.
 WRAPPERS = tuple(str(Path(torch.__file__).parent / name) for name in ("_compile.py", "_dynamo/eval_frame.py"))
-"""Files of the functions that torch wraps around `__torch_dispatch__`."""
 
+# Reference counts of a tensor, its storage and its Python object.
 RefCounts = tuple[int, int, int]
-"""Reference counts of a tensor, its storage and its Python object."""
 
 
 def storage_key(storage: UntypedStorage) -> int:

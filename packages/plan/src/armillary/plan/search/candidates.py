@@ -19,11 +19,11 @@ from armillary.plan.memory import AttentionChoice
 from armillary.train import Config
 
 Layout = Literal["zigzag", "contiguous", "striped", "balanced"]
+# Layouts to compare for packed documents. Striped layouts send the most bytes, and are left out.
 LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous", "balanced")
-"""Layouts to compare for packed documents. Striped layouts send the most bytes, and are left out."""
+# Layouts to compare for hybrids. Contiguous shards exchange fewer states; zigzag shards balance attention. The search
+# also tries attention on zigzag shards with states on contiguous shards (`Candidate.contiguous_states`).
 STATE_LAYOUTS: tuple[Layout, ...] = ("zigzag", "contiguous")
-"""Layouts to compare for hybrids. Contiguous shards exchange fewer states; zigzag shards balance attention. The search
-also tries attention on zigzag shards with states on contiguous shards (`Candidate.contiguous_states`)."""
 
 
 def layouts_of(hybrid: bool, documents: bool) -> tuple[Layout, ...]:
@@ -133,11 +133,11 @@ def divisors(n: int) -> list[int]:
 
 # -- packed documents --------------------------------------------------------------------------------------------------
 
+# Boundaries of the documents of each row: 0, end of the first document, ..., N.
 Rows = tuple[tuple[int, ...], ...]
-"""Boundaries of the documents of each row: 0, end of the first document, ..., N."""
 
+# Standard deviation of the logarithm of a document's length, about as in text from the web.
 SIGMA = 1.0
-"""Standard deviation of the logarithm of a document's length, about as in text from the web."""
 
 
 def rows_of_store(path: Path, length: int, rows: int) -> Rows:

@@ -42,13 +42,12 @@ STATE_LAYOUTS = (
     *map(Column, ("step (s)", "sent by a rank (MB)")),
 )
 POLICIES = (Column("keeps", text=True), *FIGURES, Column("fits", text=True))
+# Parts of a step that are shorter than this fraction of the slowest drawn step are not drawn.
 DRAWN_SHARE = 0.002
-"""Parts of a step that are shorter than this fraction of the slowest drawn step are not drawn."""
 PARTS = (Column("part of a step", text=True), Column("share (%)"), Column("time (ms)"))
 
 
 def main(argv: Sequence[str], program: str) -> bool:
-    """Runs the command. Returns True if at least one choice fits into memory."""
     options = parse(argv, SearchOptions, program)
     if options.plot is not None:
         check_picture(options.plot, "--plot")

@@ -42,10 +42,10 @@ from armillary.plan.time.passes import Passes, passes_of
 from armillary.plan.time.step_time import StepTime, step_bytes, step_time
 from armillary.train.config import Count, Several, check_limits
 
+# Functions of a method's plan that a prediction needs. A search over all methods skips methods without one of them.
 NEEDED = ("comm_plan", "forward_memory", "backward_memory")
-"""Functions of a method's plan that a prediction needs. A search over all methods skips methods without one of them."""
+# If two step times differ by less than this fraction, the choice with more free memory wins.
 TIE = 1e-3
-"""If two step times differ by less than this fraction, the choice with more free memory wins."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from armillary.plan.search.search import Choice, SearchResult
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig
 from armillary.train.config import GPT_FIELDS, SIZES, flag, flat, overlay_settings, recipe_config, toml_value
 
+# For each model preset, the recipe that has suitable hyperparameters.
 RECIPES = {
     "debug": "debug",
     "llama3-8b": "llama3_8b_128k",
@@ -25,7 +26,6 @@ RECIPES = {
     "gpt-7b": "gpt_wallfacer_7b",
     "hybrid-8b": "llama3_8b_128k",
 }
-"""For each model preset, the recipe that has suitable hyperparameters."""
 
 
 def recipe_name(result: SearchResult) -> str:

@@ -20,8 +20,8 @@ from armillary.attention.plans import Move, Send, Step
 from armillary.plan.cluster import Cluster
 from armillary.plan.cluster.network import Floats, Integers, concurrent_seconds, deliveries
 
+# Ranks at the ends of a send: (source, target).
 Ends = tuple[int, int]
-"""Ranks at the ends of a send: (source, target)."""
 
 
 @dataclass(frozen=True)

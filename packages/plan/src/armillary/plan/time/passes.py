@@ -37,15 +37,15 @@ def pair_flops(head_dim: int, value_dim: int) -> tuple[int, int]:
     return 2 * (head_dim + value_dim), 2 * (3 * head_dim + 2 * value_dim)
 
 
+# FLOPs per visible pair, head and element of head dim, if Dv = D.
 FORWARD_FLOPS, BACKWARD_FLOPS = pair_flops(1, 1)
-"""FLOPs per visible pair, head and element of head dim, if Dv = D."""
 
+# Products with the weight of the expansion in forward and in backward, which expands keys again and has two
+# gradients: of latents and of the weight.
 EXPANSION_PRODUCTS = 1, 3
-"""Products with the weight of the expansion in forward and in backward, which expands keys again and has two gradients:
-of latents and of the weight."""
 
+# Bytes that each rank sends: (by rank in forward, by rank in backward).
 SentBytes = tuple[tuple[int, ...], tuple[int, ...]]
-"""Bytes that each rank sends: (by rank in forward, by rank in backward)."""
 
 
 @dataclass(frozen=True)

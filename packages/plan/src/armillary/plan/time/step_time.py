@@ -13,13 +13,13 @@ from armillary.plan.memory.tensor_sizes import FLOAT32_BYTES, StepSizes
 from armillary.plan.time.clocks import PassTime, all_gather_seconds
 from armillary.plan.time.passes import Passes
 
+# Bytes that AdamW reads (parameter, gradient, two moments) and writes (parameter, two moments) per parameter.
 ADAM_BYTES = 7 * FLOAT32_BYTES
-"""Bytes that AdamW reads (parameter, gradient, two moments) and writes (parameter, two moments) per parameter."""
+# Memory bandwidth of a machine's processors in bytes per second, for an optimizer on the host.
 HOST_MEMORY_BANDWIDTH = 200e9
-"""Memory bandwidth of a machine's processors in bytes per second, for an optimizer on the host."""
 
+# Seconds of one block: (in forward, in backward).
 BlockSeconds = tuple[float, float]
-"""Seconds of one block: (in forward, in backward)."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,6 @@ class StepTime:
 def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     """Seconds of a job's training step, whose attention takes `passes` in each block.
 
-    While a block computes, FSDP2 gathers the parameters of the block that computes next and, in backward, reduces the
-    gradients of the block that computed last. Checkpoints are copied to or from the host. The computation hides these
-    transfers, except for the time in which it already hides attention's exchanges. Not hidden are transfers of the
-    embedding and the head, transfers of recomputed segments (the blocks from one kept input to the next), and copies of
-    checkpoints from the host for the last block or without prefetch.
-
     Raises:
         ValueError: the job's attention is not an `AttentionChoice`.
     """
@@ -96,8 +90,10 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
         for i in blocks:
             computation[i] = block_computation(step, i, i in segment_ends, block_dense, mixer_passes)
             transfers[i] = block_transfers
-    # 2. Transfers of parameters and gradients, less the concurrent computation. Nothing hides those of embedding, head
-    # and root.
+    # 2. Transfers of parameters and gradients. While a block computes, FSDP2 gathers the parameters of the next one,
+    # and in backward reduces the gradients of the last. The computation hides these transfers, except for the time in
+    # which it already hides attention's exchanges. Nothing hides those of embedding, head, root, and recomputed
+    # segments (the blocks from one kept input to the next).
     segment_gathers, segment_copies = recomputed_segments(peaks, cluster)
     root_seconds = sum(parameter_transfers(step, cluster, step.model.outside_blocks))
     parameters = sum(map(exposed_seconds, transfers, computation)) + segment_gathers + root_seconds

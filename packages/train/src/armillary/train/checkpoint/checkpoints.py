@@ -48,19 +48,16 @@ from armillary.train.run_tokenizer import TokenSource, export_source
 from armillary.train.step import Run
 from armillary.train.watchdog import caused_by_peers
 
+# Minimum seconds of waiting that are reported in a line.
 NOTICEABLE = 1.0
-"""Minimum seconds of waiting that are reported in a line."""
 
-
+# Seconds that a save in flight may take to end once a rank is missing.
 GRACE = 2.0
-"""Seconds that a save in flight may take to end once a rank is missing."""
-
 
 State = dict[str, Any]
 
-
+# Fields that are not among the saved settings: the output folder may be moved between runs.
 NOT_SAVED = ("train.output",)
-"""Fields that are not among the saved settings: the output folder may be moved between runs."""
 
 
 class Checkpoints:
@@ -176,7 +173,6 @@ class Checkpoints:
         return self.folder.path_of(step)
 
     def _manifest(self, step: int) -> Manifest:
-        """Returns the manifest, without files and time."""
         # In the training thread: the state of the training rows changes while a thread writes.
         return Manifest(
             step=step,
@@ -419,18 +415,12 @@ class SavedCheckpoint:
         return config
 
 
-def first_differences(saved_values: Mapping[str, Any], current: Mapping[str, Any], limit: int = 3) -> str:
+def first_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     # A name that only one side has differs from one whose value is None.
-    names = [
-        n
-        for n in {**saved_values, **current}
-        if (n in saved_values, saved_values.get(n)) != (n in current, current.get(n))
-    ]
-    lines = [
-        f"{name} is {saved_values.get(name, 'absent')} there and {current.get(name, 'absent')} here" for name in names
-    ]
-    suffix = f", and {len(lines) - limit} more" if len(lines) > limit else ""
-    return ", ".join(lines[:limit]) + suffix
+    names = [n for n in {**saved, **current} if (n in saved, saved.get(n)) != (n in current, current.get(n))]
+    lines = [f"{name} is {saved.get(name, 'absent')} there and {current.get(name, 'absent')} here" for name in names]
+    suffix = f", and {len(lines) - 3} more" if len(lines) > 3 else ""
+    return ", ".join(lines[:3]) + suffix
 
 
 class Background(Thread):

@@ -33,29 +33,22 @@ from armillary.train.ranks import Ranks
 
 MANIFEST = "manifest.json"
 
-
+# Version of the format, increased when older code cannot read new checkpoints. Formats 1 and 2 had pickles.
 FORMAT = 3
-"""Version of the format, increased when older code cannot read new checkpoints. Formats 1 and 2 had pickles."""
 
-
+# Maximum bytes of tensors in a file, unless one tensor is larger. Readers map a whole file into memory.
 MAX_FILE_BYTES = 2**32
-"""Maximum bytes of tensors in a file, unless one tensor is larger. Readers map a whole file into memory."""
 
-
+# Key of a file's metadata; torch's format for the offsets of chunks.
 OFFSETS = "DCP_SHARDING_INFO"
-"""Key of a file's metadata; torch's format for the offsets of chunks."""
 
-
+# Bytes read from a file at a time, to compute its checksum.
 READ_BYTES = 2**24
-"""Bytes read from a file at a time, to compute its checksum."""
 
-
+# Error numbers of a damaged file. After other errors, such as a lack of permission, the file may be intact.
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO, errno.ENXIO, errno.EFBIG)
-"""Error numbers of a damaged file. After other errors, such as a lack of permission, the file may be intact."""
-
 
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-
 
 Shape = tuple[int, ...]
 

@@ -25,8 +25,8 @@ from armillary.core.parts import write_whole
 from armillary.train.config.sections import Config
 
 COMPLETE = re.compile(r"step-(\d+)")
+# Matches names that a killed run leaves: incomplete checkpoints, and the file that `check_shared` creates.
 INCOMPLETE = re.compile(r"step-\d+\.partial(-\w*)?|\.seen-by-all-[0-9a-f]{32}")
-"""Matches names that a killed run leaves: incomplete checkpoints, and the file that `check_shared` creates."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ __all__ = [
     "toml_value",
 ]
 
+# Modules that need tyro, which only commands do.
 _SLOW_MODULES = {"armillary.train.cli": ("ConfiguredRun", "read_run", "recipe_config")}
-"""Modules that need tyro, which only commands do."""
 
 __getattr__ = imported_at_first_use(__name__, _SLOW_MODULES)

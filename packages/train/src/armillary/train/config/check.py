@@ -40,14 +40,14 @@ SIZES = (
     "mixers",
 )
 """Fields that a pretrained folder sets, besides `vocab_size`; recipes and files may only repeat their values."""
+# Fields of `LatentSizes` that have a flag, with the prefix `latent_`.
 LATENT_SIZES = ("rank", "query_rank", "rotary_dim", "key_dim", "value_dim")
-"""Fields of `LatentSizes` that have a flag, with the prefix `latent_`."""
 GPT_FIELDS = ("family", "dim", "layers", "heads", "vocab_size", "pretrained")
 """Fields that a GPT has; only a LLaMA has the others."""
+# Fields that may be set beside a pretrained folder.
 PRETRAINED_FIELDS = ("pretrained", "rope_theta", "rope_scaling", "rope_factor", "rope_original_length")
-"""Fields that may be set beside a pretrained folder."""
+# Base of RoPE's frequencies, unless `rope_theta` is set.
 ROPE_THETA = 10_000.0
-"""Base of RoPE's frequencies, unless `rope_theta` is set."""
 
 
 def check_config(config: Config) -> None:

@@ -18,6 +18,7 @@ from armillary.core.parts import parse_object, parse_toml, read_file
 from armillary.data.console import SUCH_AS, one_line, whole_number
 from armillary.train.config.sections import Config
 
+# Words of pydantic's messages, and shorter ones for errors.
 PLAIN_WORDS = {
     "Value error, ": "",
     "Input should be": "must be",
@@ -26,7 +27,6 @@ PLAIN_WORDS = {
     "greater than": "above",
     "less than": "below",
 }
-"""Words of pydantic's messages, and shorter ones for errors."""
 
 # -- limits -----------------------------------------------------------------------------------------------------------
 
