@@ -32,6 +32,7 @@ PER_ROW = (ENDS, (0, 12, LENGTH))
 THREE, THREE_PER_ROW = (0, 13, 30, LENGTH), ((0, 20, LENGTH), (0, 3, 33, LENGTH))
 UNEVEN = 50
 """Length of rows of which ranks have different numbers of tokens."""
+THREE_OF_ROWS = ((0, 11, 33, UNEVEN), (0, UNEVEN))
 VISIBLE = (UNEVEN, 37)
 """Tokens of each row before its padding."""
 
@@ -101,11 +102,24 @@ CASES = {
         Case("qwen2_5_vl", "contiguous"),
     ],
     "own position ids": [
-        Case("roberta", documents=((0, 11, 33, UNEVEN), (0, UNEVEN)), given="batch", ranks=4),
+        Case("roberta", documents=THREE_OF_ROWS, given="batch", ranks=4),
         Case("roberta", given="batch"),
         Case("roberta", given="batch", padded=True),
         Case("roberta, decoder", given="batch", padded=True, ranks=4),
-        *(Case(name, "zigzag", ((0, 11, 33, UNEVEN), (0, UNEVEN)), "batch") for name in ("esm", "esm, rotary", "bert")),
+        *(Case(name, "zigzag", THREE_OF_ROWS, "batch") for name in ("esm", "esm, rotary", "bert")),
+    ],
+    "own attention": [
+        Case("falcon, one key head", documents=THREE_OF_ROWS, given="batch", ranks=4, checkpointed=True),
+        Case("gptj", documents=THREE_OF_ROWS, given="batch"),
+        Case("codegen", given="batch", padded=True),
+        Case("gpt-neox-japanese", given="batch", padded=True),
+        Case("megatron-bert", documents=THREE_OF_ROWS, given="batch", ranks=4),
+        Case("git", documents=THREE_OF_ROWS, given="batch"),
+        # Their embeddings of positions take one position for all rows.
+        Case("roformer", documents=(0, 11, 33, UNEVEN), given="batch"),
+        Case("mvp", documents=(0, 11, 33, UNEVEN), given="batch", ranks=4, checkpointed=True),
+        Case("bart", documents=(0, 11, 33, UNEVEN), given="batch", ranks=4),
+        Case("bart", given="batch", padded=True),
     ],
     "states": [
         *(Case(name, "zigzag", ((0, 2, 21, 30, LENGTH), (0, 31, LENGTH)), checkpointed=True) for name in STATES),

@@ -79,6 +79,25 @@ def build_and_prepare(family: str, auto: str = "AutoModelForCausalLM") -> None:
     prepare(built)
 
 
+ROWS_DIFFER = [[0, 5, LENGTH], [0, LENGTH]]
+
+
+def prepare_and_call(
+    family: str, edit: Callable[[nn.Module], object] = nn.Module.train, documents=None, **config
+) -> None:
+    """Calls a model whose layers compute attention themselves."""
+    built = model(family, "eager", **config)
+    edit(built)
+    cp = ContextParallel(Local())
+    cp.prepare(built)
+    with cp.shard(IDS, documents=documents) as batch:
+        built(input_ids=batch.ids)
+
+
+def replace_a_layer(bert: nn.Module) -> None:
+    bert.encoder.layer[1].attention = nn.Linear(32, 32)
+
+
 SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64}
 OTHER_STATES = ("Mamba", "Rwkv", "xLSTM", "Jamba")
 ALONE = ("Falcon", "GPTJ", "Bloom", "XLM")
@@ -210,11 +229,28 @@ CALLS: dict[Callable[..., object], list[tuple[dict[str, object], str]]] = {
     enter: [({"layout": "zigzag"}, "SequenceLayout")],
     build: [({"family": family}, OTHER_MIXERS.format(family)) for family in (*OTHER_STATES, *ALONE)],
     build_and_prepare: [
-        *(({"family": family}, OTHER_MIXERS.format(family)) for family in ("Falcon", "xLSTM")),
-        # transformers sets the implementation of a part of MPT's config, and GIT's image tower calls the interface.
+        ({"family": "xLSTM"}, OTHER_MIXERS.format("xLSTM")),
         *(
-            ({"family": family, "auto": "AutoModel"}, f"{named}.*attention interface")
-            for family, named in (("Mpt", "MptM"), ("Flava", "FlavaM"), ("FNet", "FNetM"), ("Git", "SelfAttention"))
+            ({"family": family, "auto": "AutoModel"}, f"{family}.*{named}")
+            for family, named in (
+                ("Flava", "image_model.*layers of tokens"),
+                ("FNet", "interface"),
+                ("XLM", "interface"),
+            )
+        ),
+    ],
+    prepare_and_call: [
+        ({"family": "BloomModel", "n_head": 4}, "BloomAttention.*adds a bias"),
+        ({"family": "MptModel", "d_model": 32, "n_heads": 4, "n_layers": 1}, "no tensor"),
+        ({"family": "MPNetModel"}, "MPNetSelfAttention.*adds a Tensor"),
+        ({"family": "GPTNeoModel", "attention_types": [[["global"], 2]]}, r"GPTNeoSelfAttention.*\(where\)"),
+        ({"family": "FalconModel", "alibi": True}, "no tensor"),
+        ({"family": "MegatronBertModel", "attention_probs_dropout_prob": 0.1}, "MegatronBertSelfAttention.*dropout"),
+        ({"family": "MegatronBertModel", "edit": replace_a_layer}, "layers .1. have no attention"),
+        ({"family": "NystromformerModel"}, "counts positions from 2"),
+        (
+            {"family": "MvpForCausalLM", "d_model": 32, "decoder_attention_heads": 4, "documents": ROWS_DIFFER},
+            "row to row",
         ),
     ],
     cross_attention: [({}, "mask of cross-attention")],
@@ -509,13 +545,8 @@ ON_RANKS: list[tuple[Callable[[], object], str]] = [
         lambda: llama(edit=lambda llama: llama.model.layers[1].self_attn.add_module("top", TopIndexer())),
         "layers.1.self_attn.top (TopIndexer) selects keys",
     ),
-    *(
-        (
-            lambda name=name: zigzag(f"{name}ForCausalLM", config=DECODER | {"decoder_vocab_size": 64}),
-            f"{name}Decoder.forward takes no position_ids",
-        )
-        for name in ("Bart", "Pegasus")
-    ),
+    # Outside of a batch.
+    (lambda: zigzag("BartForCausalLM", config=DECODER), "BartDecoder.forward takes no position_ids"),
     # Layers with a state.
     (lambda: bamba(position_ids=lambda s: s.positions % 30), "position_ids"),
     (lambda: bamba(kind="striped"), "relayout"),

@@ -1,6 +1,7 @@
 """Tiny transformers models with reproducible random weights, computing in float64, and their inputs."""
 
 from contextlib import contextmanager
+from functools import wraps
 from itertools import pairwise
 
 import pytest
@@ -89,7 +90,23 @@ STATES = {
     | {"n_mamba_heads": 4, "mamba_headdim": 16, "mamba_ngroups": 2, "chunk_size": 16, "num_key_value_heads": 4},
     "Mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 2, "chunk_size": 16},
 }
+DECODER = {"vocab_size": VOCABULARY, "d_model": WIDTH, "decoder_layers": 2, "decoder_attention_heads": 4}
+DECODER |= {"decoder_ffn_dim": 32, "max_position_embeddings": 96, "pad_token_id": PADDING, "dropout": 0.0}
+NO_LAYER_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+# Layers with attention of their own: scores in several shapes, with scales before and after the mask.
+OWN_ATTENTION = {
+    "falcon, one key head": ("FalconForCausalLM", SMALL | NO_LAYER_DROPOUT | {"alibi": False, "multi_query": True}),
+    "gptj": ("GPTJForCausalLM", SMALL | {"rotary_dim": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}),
+    "codegen": ("CodeGenForCausalLM", SMALL | {"rotary_dim": 4, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}),
+    "gpt-neox-japanese": ("GPTNeoXJapaneseForCausalLM", SMALL | NO_LAYER_DROPOUT | {"intermediate_multiple_size": 1}),
+    "megatron-bert": ("MegatronBertForMaskedLM", COUNTING),
+    "roformer": ("RoFormerForMaskedLM", COUNTING),
+    "mvp": ("MvpForCausalLM", DECODER),
+    "git": ("GitModel", SMALL | NO_DROPOUT | {"vision_config": PATCHES}),
+}
 MODELS = {
+    **OWN_ATTENTION,
+    "bart": ("BartForCausalLM", DECODER),
     **{name: (f"{family}ForCausalLM", TEXT | settings) for name, (family, settings) in CAUSAL.items()},
     **{name: (f"{name}ForCausalLM", SMALL | settings) for name, settings in STATES.items()},
     "gemma3": (
@@ -136,8 +153,12 @@ MODELS = {
 }
 
 
-def build(name: str, implementation: str = "armillary", **changes: object) -> nn.Module:
-    """A model of `MODELS` in training mode; `implementation` is that of its text part if it has one."""
+def build(name: str, implementation: str | None = None, **changes: object) -> nn.Module:
+    """A model of `MODELS` in training mode; `implementation` is that of its text part if it has one.
+
+    By default it is ours, but for layers with attention of their own, which `cp.prepare` routes.
+    """
+    implementation = implementation or ("eager" if name in OWN_ATTENTION else "armillary")
     transformers.logging.set_verbosity_error()
     kind, settings = MODELS[name]
     kind = getattr(transformers, kind)
@@ -172,7 +193,8 @@ def in_float64():
     with pytest.MonkeyPatch.context() as patch:
         for name, original in zip(("float", "to", "type"), originals, strict=True):
             patch.setattr(tensor, name, converted(original))
-        patch.setattr(F, "softmax", lambda x, dim=None, dtype=None, **options: softmax(x, dim=dim, **options))
+        in_own_dtype = wraps(softmax)(lambda x, dim=None, dtype=None, **options: softmax(x, dim=dim, **options))
+        patch.setattr(F, "softmax", in_own_dtype)
         yield
 
 

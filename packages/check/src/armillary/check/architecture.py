@@ -116,6 +116,8 @@ class InFloat64(TorchFunctionMode):
                 return args[0]
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
+        if func is torch.full and isinstance(args[1], float):  # the least number of float64 (XGLM)
+            kwargs.setdefault("dtype", torch.float64)
         return func(*args, **kwargs)
 
 
@@ -125,7 +127,7 @@ def new_model(config: Any) -> nn.Module:
     model = build(config, **options)
     for module in model.modules():
         if type(getattr(module, "pooler", None)).__name__.endswith("Pooler"):
-            module.pooler = None
+            module.pooler = NoPooler()
     model.register_forward_hook(_leave_out_pooled)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -138,6 +140,11 @@ def new_model(config: Any) -> nn.Module:
     return model
 
 
+class NoPooler(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> None:
+        return None
+
+
 def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def forward_in_float64(*args: Any, **kwargs: Any) -> Any:
@@ -148,8 +155,8 @@ def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _leave_out_pooled(model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    # A text model of CLIP pools in its own forward, without a module.
-    if not isinstance(output, Mapping) or "pooler_output" not in output:
+    # A text model of CLIP pools in its own forward, without a module. DPR's has no other output.
+    if not isinstance(output, Mapping) or "pooler_output" not in output or len(output) == 1:
         return output
     outputs: Mapping[str, Any] = output
     return type(output)(**{name: x for name, x in outputs.items() if name != "pooler_output"})
@@ -185,7 +192,8 @@ def on_shards(config: Any, method: str, ring: int, ulysses: int) -> tuple[nn.Mod
         with cp.shard(batch.ids, shift_labels=batch.shifted_labels, documents=batch.documents) as shard:
             inputs = shard.inputs if is_causal_lm else {"input_ids": shard.ids, "position_ids": shard.position_ids}
             output = model(**inputs, **_cache_option(model))
-            loss = cp.loss(output.loss if is_causal_lm else _logits(output), shard)
+            # A causal LM that does not shift labels (BART's decoder) gets none.
+            loss = cp.loss(output.loss if "labels" in inputs else _logits(output), shard)
         loss.backward()
         return StepOutput(loss, shard.layout.positions(attend.shard), _logits(output))
 

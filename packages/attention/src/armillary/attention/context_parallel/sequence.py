@@ -26,6 +26,7 @@ class SequenceContext:
         documents: boundaries at which position ids may restart: the documents of the block or of its mask, or the
             segments of a tree.
         padded: as in `sequence`.
+        position_ids: [B or 1, T] of this rank, those of the batch that opened the block; None without a batch.
         inferred: True if `documents` are those that position ids of whole rows say.
         used: True once attention inside the block has asked for the layout.
         ddp_modules: DDP modules in whose forward it has.
@@ -44,6 +45,7 @@ class SequenceContext:
         self.padded: bool = padded
         self.mask: AttentionMask | None = mask
         self.used: bool = False
+        self.position_ids: Tensor | None = None
         self.inferred = False
         self.ddp_modules: set[DistributedDataParallel] = set()
         self.averaging: AveragingCheck | None = None

@@ -26,6 +26,7 @@ from armillary.integrations.transformers.models import (
     methods_of,
     padding_idx_of,
     parts_of,
+    route_own_attentions,
     shards_of,
 )
 from armillary.integrations.transformers.outputs import (
@@ -40,6 +41,7 @@ from armillary.integrations.transformers.positions import (
     check_image_positions,
     depends_on_last_position,
     give_last_position,
+    give_positions,
     repeats_positions,
 )
 from armillary.integrations.transformers.states import has_sharded_states, route_states
@@ -55,15 +57,20 @@ def prepare_transformers(model: Any, cp: ContextParallel) -> None:
     cache, unless a call asks for one; its config is saved as it was.
 
     Raises:
-        ValueError: as `register_transformers` when a model selects the implementation; a model without a layer that
-            calls transformers' attention interface (MPT, FNet), or with layers of tokens that compute attention
-            themselves (GIT); a model that counts position ids by an unknown rule, or otherwise than one that `cp` has
-            prepared before.
+        ValueError: as `register_transformers` when a model selects the implementation; a model without a layer whose
+            attention can be routed (FNet, XLM), or with other layers that attend beside those; a model that counts
+            position ids by an unknown rule, or otherwise than one that `cp` has prepared before.
     """
     # Each method is registered under its own name, so that models with different methods can run side by side.
     name = f"armillary-{type(cp.method).__name__.lower()}-{id(cp.method):x}"
     register_transformers(cp.method, name)
-    model.set_attn_implementation(name)
+    if route_own_attentions(model):  # transformers would not set the implementation of such a model
+        check_model(type(model), model.config, uses_interface=False)
+        for part in filter(is_model, model.modules()):
+            part.config._attn_implementation = name
+        add_hooks(model)
+    else:
+        model.set_attn_implementation(name)
     # transformers only logs a warning for a model without the attention interface, and leaves it unchanged.
     if not any(method is cp.method for method in methods_of(model.config)):
         check_model(type(model), model.config)  # raises with the reason, if it knows one
@@ -137,7 +144,7 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
             ALL_MASK_ATTENTION_FUNCTIONS.
         ValueError: `attend` is no method.
             When a model selects the implementation: its tokens see each other in other ways (Mamba-1, RWKV, other
-            linear attention), or it computes attention itself (Falcon, GPT-J, BLOOM).
+            linear attention), or it computes attention itself, which `cp.prepare` may route (Falcon, GPT-J).
             At a call, in the model: modules that mix tokens in other ways (convolutions, MobileBERT's `trigram_input`,
             ESM's `token_dropout`), a pooler of the first token, positions that the model counts itself, an unknown mask
             function, a mask tensor that the model made, a layer whose window or causality differs from its mask's.
@@ -175,21 +182,7 @@ def wrap_models(models: Any) -> None:
         # Models with other implementations, such as image towers, are not checked.
         if method_of_implementation(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
             check_model(type(model), model.config)
-            # Parts with the config of their model (Mamba2Model in Mamba2ForCausalLM) are not asked to choose.
-            for part in model.modules():
-                if isinstance(part, base) and has_sharded_states(type(part)):
-                    route_states(type(part))
-                    hook_once(part, StateHook())
-            ropes = [getattr(part, "rope_parameters", None) for part in parts_of(model.config)]
-            if depends_on_last_position(ropes):
-                hook_once(model, give_last_position)
-            hook_once(model, find_row_ends)
-            if check_outputs not in model._forward_hooks.values():
-                model.register_forward_hook(check_outputs, with_kwargs=True)
-            if repeats_positions(type(model)):
-                hook_once(model, check_image_positions)
-            if computes_loss(type(model)):
-                hook_once(model, refuse_labels)
+            add_hooks(model)
         return choose(model, requested_attention, *args, **kwargs)
 
     def loss_function(model: Any) -> Callable[..., Any]:
@@ -201,6 +194,26 @@ def wrap_models(models: Any) -> None:
     setattr(check_and_choose, MARK, True)
     base.get_correct_attn_implementation = check_and_choose
     base.loss_function = property(loss_function, loss.fset)
+
+
+def add_hooks(model: Any) -> None:
+    """Adds the checks and hooks of a model that selects one of our implementations."""
+    # Parts with the config of their model (Mamba2Model in Mamba2ForCausalLM) are not asked to choose.
+    for part in model.modules():
+        if is_model(part) and has_sharded_states(type(part)):
+            route_states(type(part))
+            hook_once(part, StateHook())
+    ropes = [getattr(part, "rope_parameters", None) for part in parts_of(model.config)]
+    if depends_on_last_position(ropes):
+        hook_once(model, give_last_position)
+    hook_once(model, give_positions)
+    hook_once(model, find_row_ends)
+    if check_outputs not in model._forward_hooks.values():
+        model.register_forward_hook(check_outputs, with_kwargs=True)
+    if repeats_positions(type(model)):
+        hook_once(model, check_image_positions)
+    if computes_loss(type(model)):
+        hook_once(model, refuse_labels)
 
 
 def hook_once(model: Any, hook: Any) -> None:

@@ -27,6 +27,7 @@ from armillary.attention.parts import (
 )
 from armillary.core import SequenceLayout
 from armillary.integrations.transformers.masks import Rule, ShardMask
+from armillary.integrations.transformers.positions import gives_positions
 
 POSITIONS_HINT = (
     "pass position_ids=layout.positions(attend.shard)[None], or position ids that restart at 0 in each document"
@@ -110,7 +111,13 @@ class RowReader:
             return rule.groups.cpu()
         # Models number images by their order in the row, which cannot be known from a shard. So every rank gathers the
         # token types of the whole row and calls the model's own numbering function on them.
-        types, number_groups = _find_numbering(rule.groups, callers)
+        try:
+            types, number_groups = _find_numbering(rule.groups, callers)
+        except ValueError:
+            # Text alone has no groups (GIT).
+            if any(flag for (flag,) in gather_integers([[int((rule.groups >= 0).any())]], self.method)):
+                raise
+            return torch.full((len(rule.groups), layout.length), -1)
         tokens = layout.sizes[self.method.shard]
         return self.cache.get(types, layout, lambda: number_groups(self._gather(types.int(), tokens, layout)))
 
@@ -297,10 +304,12 @@ def position_ids_of(callers: list[Caller], shards: int) -> tuple[Tensor | None, 
     takes_position_ids = any("position_ids" in method.parameters for method in module_methods)
     tokens = [method.locals.get(name) for method in module_methods for name in ("input_ids", "inputs_embeds")]
     has_tokens = any(isinstance(x, Tensor) for x in tokens)
-    if shards > 1 and has_tokens and not takes_position_ids:  # BART, whatever position ids its layers get
+    if shards > 1 and has_tokens and not takes_position_ids:  # whatever position ids its layers get
+        if gives_positions(calling_module(callers)):
+            return None, False
         raise ValueError(
             f"{type(calling_module(callers)).__name__}.forward takes no position_ids: it counts positions from the "
-            "first token of each shard; models whose forward takes position_ids can be sharded"
+            "first token of each shard; modules of it that take them get those of a batch, `with cp.shard(ids):`"
         )
     candidates = [ids for caller in callers if isinstance(ids := caller.locals.get("position_ids"), Tensor)]
     if candidates:

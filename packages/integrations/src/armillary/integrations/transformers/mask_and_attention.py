@@ -122,6 +122,8 @@ class Implementation(ShardedImplementation):
             counts_from_shard,
             0 if model is None else self.first_positions[model],  # None: called outside of a model
             refusal,
+            batch_size,
+            self.attention,
         )
         # 4. The documents, here and not in the layers, because a compiled layer cannot communicate.
         if refusal is None:

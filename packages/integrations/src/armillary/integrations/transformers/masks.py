@@ -321,6 +321,8 @@ class ShardMask:
         counts_from_shard: bool,
         first_position: int,
         refusal: str | None,
+        batch: int,
+        attention: Callable[..., tuple[Tensor, None]],
     ) -> None:
         # Layout, documents and mask given to `with sequence(...)` around the forward.
         self.context, self.layout = context, layout
@@ -336,9 +338,15 @@ class ShardMask:
         # The first layer that gets the mask raises it, because a model also makes masks of kinds that no layer has
         # (Qwen2-MoE with sliding_window=0).
         self.refusal = refusal
+        # For layers that compute attention themselves: the number of rows, and our attention function.
+        self.batch, self.attention = batch, attention
         # The mask with the documents of `position_ids` and `boundaries`; None if they are invalid.
         self.finished: AttentionMask | None = None
         self.cached_mask: tuple[Documents | None, AttentionMask] | None = None
+
+    def size(self) -> tuple[int, ...]:
+        """Returns the shape of a mask tensor of the shard, with which some layers compare that of their scores."""
+        return self.batch, 1, len(self.positions), len(self.positions)
 
     # A model that computes with its mask tensor would get wrong results on a shard: any use as a tensor raises.
     def __getattr__(self, name: str) -> NoReturn:

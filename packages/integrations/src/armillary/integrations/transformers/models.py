@@ -20,6 +20,7 @@ from torch import nn
 
 from armillary.attention import Method
 from armillary.attention.parts import Registries, method_of_implementation
+from armillary.integrations.transformers.own_attention import can_be_routed, is_routed, route_own_attention
 from armillary.integrations.transformers.states import STATE_LAYERS, has_sharded_states, mixes_unknown, shards_states
 
 # The methods of a config.
@@ -114,14 +115,18 @@ POSITION_RULE = "create_position_ids_from_input_ids"
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 # Functions by which a module computes attention weights itself.
-OWN_ATTENTION = frozenset({"softmax", "scaled_dot_product_attention"})
+OWN_ATTENTION = frozenset({"softmax", "Softmax", "scaled_dot_product_attention"})
 
 # Matches class names of modules that attend. Routers of experts call softmax too.
 ATTENTION = re.compile("Attention|Attn")
 
 
-def check_model(model: type, config: Any) -> None:
-    """Raises ValueError unless tokens of a class of models see each other by routed attention or sharded states."""
+def check_model(model: type, config: Any, *, uses_interface: bool = True) -> None:
+    """Raises ValueError unless tokens of a class of models see each other by routed attention or sharded states.
+
+    Args:
+        uses_interface: False for a model whose layers compute attention themselves, and are routed.
+    """
     states = has_sharded_states(model)  # unlike those of RWKV, xLSTM and Mamba-1
     kinds = check_layers(config, model.__name__, accept_states=states)
     if not kinds and not states and getattr(model, "_is_stateful", False):
@@ -129,11 +134,11 @@ def check_model(model: type, config: Any) -> None:
             f"{model.__name__} carries a state along the sequence, which does not come from other ranks; only models "
             "whose tokens see each other by attention alone can be sharded"
         )
-    if not _files_use_interface(model):  # Falcon, GPT-J, BLOOM
+    if uses_interface and not _files_use_interface(model):  # Falcon, GPT-J, BLOOM
         raise ValueError(
-            f"{model.__name__} computes attention itself, without transformers' attention interface, so only its own "
-            'attn_implementation works: keep "eager" or "sdpa", without context parallelism, or name the parts to '
-            'shard: attn_implementation={"text_config": ...}'
+            f"{model.__name__} computes attention itself, without transformers' attention interface: load it with "
+            'attn_implementation="eager", for cp.prepare(model) to route layers that compute softmax(q kᵀ · scale + '
+            'attention_mask) v, or name the parts to shard: attn_implementation={"text_config": ...}'
         )
 
 
@@ -161,7 +166,7 @@ def check_layers_attend(model: nn.Module) -> None:
     modules = list(model.named_modules())
     # Of an image-text model that computes the attention of images itself, the text part alone has our implementation.
     if not any(
-        (INTERFACE in _names_in_forward(module) or shards_states(type(module)))
+        (INTERFACE in _names_in_forward(module) or shards_states(type(module)) or is_routed(module))
         and not is_unsharded(innermost_model(model, name)[0])
         for name, module in modules
     ):
@@ -188,7 +193,9 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
         if name in state_layers or name.rpartition(".")[0] in state_layers:
             continue
         label = f"{type(model).__name__}.{name} ({type(module).__name__})"
-        convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)  # kernel size 1 is a linear layer
+        # Kernel size 1 is a linear layer. Image parts convolve in two or three dimensions, tokens' layers may, too.
+        convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d) if _is_token_layer(model, name) else nn.Conv1d
+        convolves = isinstance(module, convolutions) and set(module.kernel_size) != {1}
         # In files with sharded states the functions that a module calls decide, elsewhere the name of its class.
         if has_sharded_states(type(module)):
             mixes = mixes_unknown(type(module))
@@ -217,14 +224,41 @@ def check_modules(model: nn.Module, shards: int = 1) -> None:
 
 
 def check_own_attention(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Raises ValueError for a layer of tokens, among the named modules of a model, that computes attention itself."""
+    """Raises ValueError for a layer of tokens, among a model's named modules, with own attention that is not routed."""
     for name, module in modules:
-        if computes_attention(module) and _is_token_layer(model, name):
+        if computes_attention(module) and _is_token_layer(model, name) and not is_routed(module):
             raise ValueError(
                 f"{type(model).__name__}.{name} ({type(module).__name__}) computes attention itself, without "
                 "transformers' attention interface, so its tokens would see those of their shard only; such a model "
                 "cannot be sharded"
             )
+        # A layer beside routed ones may compute attention in a way that is not recognized.
+        layers = module if isinstance(module, nn.ModuleList) else ()
+        unrouted = [i for i, layer in enumerate(layers) if not any(map(is_routed, layer.modules()))]
+        if 0 < len(unrouted) < len(layers):
+            raise ValueError(
+                f"{type(model).__name__}.{name}: layers {unrouted} have no attention that is recognized, and others "
+                "compute attention themselves; such a model cannot be sharded"
+            )
+
+
+def route_own_attentions(model: nn.Module) -> bool:
+    """Routes the layers of tokens that compute attention themselves; returns True if there are any.
+
+    Raises:
+        ValueError: other layers do so, too, which may be of tokens and of images (FLAVA).
+    """
+    own = [(name, module) for name, module in model.named_modules() if computes_attention(module)]
+    routable = [module for name, module in own if _is_token_layer(model, name) and can_be_routed(module)]
+    others = [name for name, module in own if module not in routable and not is_routed(module)]
+    if routable and others:
+        raise ValueError(
+            f"{type(model).__name__}.{others[0]} computes attention itself, without transformers' attention interface, "
+            f"and not as a layer of tokens, beside layers of tokens that do, too; such a model cannot be sharded"
+        )
+    for layer in routable:
+        route_own_attention(layer)
+    return any(is_routed(module) for _, module in own)
 
 
 def computes_attention(module: nn.Module) -> bool:
@@ -260,7 +294,13 @@ def padding_idx_of(model: nn.Module) -> int | None:
         ValueError: the model counts position ids by an unknown rule.
     """
     values: set[int] = set()
-    for _, module in sharded_modules(model):
+    for name, module in sharded_modules(model):
+        counts = dict(module.named_buffers(recurse=False)).get("position_ids")
+        if counts is not None and counts.numel() and not counts.is_meta and int(counts.flatten()[0]):
+            raise ValueError(
+                f"{type(model).__name__}.{name} ({type(module).__name__}) counts positions from "
+                f"{int(counts.flatten()[0])}, which is unknown: 0 and padding_idx + 1 are accepted"
+            )
         forward, padding_idx = unwrap(type(module).forward), getattr(module, "padding_idx", None)
         calls_rule = POSITION_RULE in getattr(getattr(forward, "__code__", None), "co_names", ())
         # ESM with rotary embeddings calls the function and does not use its result.

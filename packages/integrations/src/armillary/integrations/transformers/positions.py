@@ -5,6 +5,7 @@
   computes for them. So ids [B, T] beside images are refused.
 - RoPE of type `dynamic` and `longrope`: its frequencies depend on the last position of the sequence. transformers
   derives these frequencies from the largest position id of a call. On a shard that is the shard's.
+- Models whose forward takes no position ids, such as BART: modules inside that do get those of the batch.
 - Llama 4: layers without RoPE scale queries by position, counted from the shard's first token.
 """
 
@@ -19,9 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.attention.parts import find_axes, gather_integers, in_backward
+from armillary.attention.parts import current_sequence, find_axes, gather_integers, in_backward
 from armillary.core.parts import compat
-from armillary.integrations.transformers.models import is_model, method_of, sharded_modules, shards_of
+from armillary.integrations.transformers.models import (
+    POSITION_MODULES,
+    innermost_model,
+    is_model,
+    method_of,
+    sharded_modules,
+    shards_of,
+)
 
 # Matches the source of a forward that repeats position ids [B, T] for each axis.
 REPEATS_POSITIONS = re.compile(r"position_ids\.(ndim|dim\(\)) == 2")
@@ -134,6 +142,51 @@ def _drop_last_position(module: Any, args: tuple[Any, ...], output: Tensor | tup
     if shards_of(module.config) == 1:
         return output
     return output[..., :-1, :] if isinstance(output, Tensor) else tuple(x[..., :-1, :] for x in output)
+
+
+# Attribute of a model whose modules get the position ids that its forward does not take.
+GIVEN = "armillary_positions"
+
+
+def gives_positions(model: Any) -> bool:
+    """Returns True if modules of a model get the position ids of the batch, in whose block the call is."""
+    context = current_sequence()
+    return hasattr(model, GIVEN) and context is not None and context.position_ids is not None
+
+
+def give_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Pre-forward hook of a model: gives position ids to modules that take them, in parts whose forward does not.
+
+    Such a part (BART's decoder, DPR's encoder) would count from the first token of each shard.
+    """
+    if hasattr(model, GIVEN):
+        return
+    setattr(model, GIVEN, False)
+    for name, module in sharded_modules(model):
+        outer = innermost_model(model, name.rpartition(".")[0])[0]
+        takes = [{"input_ids", "position_ids"} & set(signature(x.forward).parameters) for x in (outer, module)]
+        is_position = is_model(module) or POSITION_MODULES.search(type(module).__name__) is not None
+        if name and is_position and takes[0] == {"input_ids"} and "position_ids" in takes[1]:
+            module.register_forward_pre_hook(_give_position_ids, with_kwargs=True)
+            setattr(outer, GIVEN, True)
+
+
+def _give_position_ids(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    context = current_sequence()
+    ids = None if context is None else context.position_ids
+    call = signature(module.forward).bind_partial(*args, **kwargs)
+    if ids is None or (is_model(module) and call.arguments.get("position_ids") is not None):
+        return None
+    # Embeddings take ids [T], of all rows.
+    if not is_model(module):
+        if not bool((ids == ids[0]).all()):
+            raise ValueError(
+                f"{type(module).__name__} takes one position for each token of all rows, but positions differ from row "
+                "to row: shard rows with the same documents, or one row at a time"
+            )
+        ids = ids[0]
+    call.arguments["position_ids"] = ids
+    return call.args, call.kwargs
 
 
 def scale_by_position(module: Any, query: Tensor, positions: Tensor) -> Tensor:
