@@ -118,6 +118,15 @@ def write_folder(path, documents, dtype="uint16", vocabulary=None, hashes=None):
     return path
 
 
+def write_files(root, **files):
+    """Writes files with these bytes into a folder; "__" in a name stands for "/"."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text)
+    return root
+
+
 def documents_of(store):
     """The tokens of all documents, as lists."""
     return [store.read(i, 0, int(size)).tolist() for i, size in enumerate(store.lengths)]

@@ -103,14 +103,6 @@ def test_prepare_accepts_every_setting(tmp_path, capsys):
     assert f"{output}: 1 documents, 25 tokens of uint16" in capsys.readouterr().out
 
 
-def test_prepare_prints_the_same_when_repeated(lines, tmp_path, capsys):
-    messages = []
-    for _ in range(2):
-        main(["prepare", str(lines), "-o", str(tmp_path / "store"), "--workers", "1"])
-        messages.append(capsys.readouterr().out)
-    assert messages[0] == messages[1] == f"{tmp_path / 'store'}: 10 documents, 266 tokens of uint16\n"
-
-
 def test_a_failing_disk_exits_with_1(lines, tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

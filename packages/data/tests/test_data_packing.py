@@ -1,7 +1,7 @@
 """Packings, each against a slow and simple implementation."""
 
 from collections import Counter
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -158,23 +158,3 @@ def test_waste_equals_counted_tokens(packing, lengths, room):
     )
     assert waste.dropped == pytest.approx(sum(n == 0 for tokens in counts for n in tokens) / sum(lengths))
     assert waste.cut == pytest.approx(1 - len(full) / sum(length > 0 for length in lengths))
-
-
-def test_waste_of_a_small_corpus():
-    store = numbered([10, 0, 4, 4, 2])
-    actual = {packing: Epochs(store, 8, packing, "key").waste() for packing in PACKINGS}
-    assert (actual[greedy].rows, actual[greedy].padding, actual[greedy].dropped) == (3, pytest.approx(4 / 24), 0)
-    best, single = actual[best_fit], actual[one_per_row]
-    assert (best.rows, best.padding, best.dropped, best.cut) == (3, pytest.approx(4 / 24), 0, 1 / 4)
-    assert (single.rows, single.dropped, single.cut) == (4, pytest.approx(2 / 20), 1 / 4)
-    assert single.padding == pytest.approx(14 / 32)
-
-
-def test_rows_have_their_boundaries_and_skip_empty_documents():
-    epochs = Epochs(numbered([0, 3, 0, 5, 0]), 4, greedy, "key")
-    rows = [epochs.row(number) for number in range(3 * epochs.rows)]
-    assert {piece.document for row in rows for piece in row.pieces} == {1, 3}
-    for row in rows:
-        ends = list(accumulate((piece.length for piece in row.pieces), initial=0))
-        assert row.ends == (0, *ends[1:]) and ends[-1] == 4
-        assert len(row.ends) == len(row.pieces) + 1

@@ -48,18 +48,14 @@ def test_a_rank_reads_the_bytes_of_its_shard(shards, kind, dtype):
     assert (length - 1) * item <= total <= (length + label_tokens) * item
 
 
-def test_no_bytes_are_read_before_the_first_batch():
+def test_no_bytes_are_read_for_parts_of_a_store_or_before_the_first_batch():
     store = numbered([100, 50])
+    parts = [store.select(np.array([True, False])), *store.split(0.5), *numbered([9]).split()]
+    assert [part.bytes_read for part in (store, *parts)] == [0] * 6
     rows = PackedSequences(store, layout=SequenceLayout.zigzag(32, 2), shard=0, rows_per_batch=1)
     assert (rows.rows_per_epoch, store.bytes_read) == (5, 0)
     rows.row(3)
     assert store.bytes_read == 0
-
-
-def test_making_parts_of_a_store_reads_no_tokens():
-    store = numbered([100, 50, 7])
-    parts = [store.select(np.array([True, False, True])), *store.split(0.5), *numbered([9]).split()]
-    assert [part.bytes_read for part in (store, *parts)] == [0] * 6
 
 
 # -- on disk ----------------------------------------------------------------------------------------------------------

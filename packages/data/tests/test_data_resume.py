@@ -41,42 +41,22 @@ def test_rows_resume_on_any_mesh(data, lengths, length, packing):
     assert read == read_rows(single_rank_rows(stores, length, packing=packing, seed=5), 0, len(read))
 
 
-def test_a_state_is_json_with_the_number_of_rows():
-    rows = single_rank_rows(STORES, N, rows_per_batch=3, replicas=2, ahead=3)
+def test_a_state_is_json_with_the_number_of_rows_and_an_earlier_one_can_be_loaded():
+    rows, states, read = single_rank_rows(STORES, N, rows_per_batch=3, replicas=2, ahead=3), [], []
     for step in range(5):
-        state = rows.state_dict()
-        assert json.loads(json.dumps(state)) == state
-        assert state["rows"] == 6 * step
-        next(rows)
+        states.append(rows.state_dict())
+        rows.batch(7)  # does not move the iteration
+        read.append(next(rows).tokens.tolist())
+        assert read[-1] == rows.batch(step).tokens.tolist()
+    assert json.loads(json.dumps(states)) == states
+    assert [state["rows"] for state in states] == [0, 6, 12, 18, 24]
+    rows.load_state_dict(states[1])
+    assert [next(rows).tokens.tolist() for _ in range(4)] == read[1:]
 
 
-def test_states_do_not_change_with_later_rows():
-    rows = single_rank_rows(STORES, N)
-    state = rows.state_dict()
-    before = json.dumps(state)
-    next(rows)
-    assert json.dumps(state) == before
-
-
-def test_random_access_does_not_move_iteration():
-    rows = single_rank_rows(STORES, N, rows_per_batch=2)
-    rows.batch(7)
-    assert rows.state_dict()["rows"] == 0
-    assert next(rows).tokens.tolist() == rows.batch(0).tokens.tolist()
-    assert next(rows).tokens.tolist() == rows.batch(1).tokens.tolist()
-
-
-def test_earlier_state_can_be_loaded():
-    rows = single_rank_rows(STORES, N, ahead=2)
-    start = rows.state_dict()
-    first = [next(rows).tokens.tolist() for _ in range(4)]
-    rows.load_state_dict(start)
-    assert [next(rows).tokens.tolist() for _ in range(4)] == first
-
-
-def test_reset_positions_layouts_and_prefetching_may_change():
-    state = single_rank_rows(STORES, N).state_dict()
-    choices = {"reset_positions": True, "ahead": 5, "layout_for": lambda documents: None}
+def test_reset_positions_layouts_prefetching_and_the_sum_of_weights_may_change():
+    state = single_rank_rows(STORES, N, weights=[1, 2]).state_dict()
+    choices = {"reset_positions": True, "ahead": 5, "layout_for": lambda documents: None, "weights": [2, 4]}
     assert single_rank_rows(STORES, N, **choices).load_state_dict(state).state_dict() == state
 
 
@@ -122,8 +102,3 @@ def test_a_killed_run_resumes_bitwise_equal(tmp_path):
         rank.load_state_dict(state)
     actual = [row for _ in range(4) for row in global_batch([ranks]).tolist()]
     assert actual == read_rows(expected, state["rows"], state["rows"] + 12)
-
-
-def test_proportional_weights_have_equal_states():
-    state = single_rank_rows(STORES, N, weights=[1, 2][: len(STORES)]).state_dict()
-    assert single_rank_rows(STORES, N, weights=[2, 4][: len(STORES)]).load_state_dict(state).state_dict() == state

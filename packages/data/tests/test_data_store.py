@@ -71,10 +71,6 @@ def test_read_returns_a_copy():
     assert store.read(0, 0, 5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_empty_documents_are_left_out():
-    assert len(stored([b"", b"a"])) == 1
-
-
 @pytest.mark.parametrize(
     "vocabulary, dtype", [(256, "uint8"), (257, "uint16"), (2**16, "uint16"), (2**16 + 1, "uint32")]
 )
@@ -169,13 +165,6 @@ def test_a_store_without_hashes_is_split_by_numbers():
     sides = [[set((side.starts // size).tolist()) for side in s.split(0.2)] for s, size in ((few, 5), (many, 9))]
     assert sides[0][0] < sides[1][0] and sides[0][1] < sides[1][1]
     assert sides[0][0] | sides[0][1] == set(range(400))
-
-
-def test_a_part_is_split_as_its_documents_were():
-    store = stored([b"text %d" % i for i in range(400)])
-    keep = np.arange(400) % 3 == 0
-    for part, side in zip(store.select(keep).split(0.3), store.split(0.3), strict=True):
-        assert set(texts(part)) < set(texts(side))
 
 
 def test_a_single_document_gives_its_tail():
