@@ -78,6 +78,17 @@ def test_distant_places_are_consecutive_turns(weights, far):
         assert turns == list(range(turns[0], turns[0] + len(turns))) if turns else True
 
 
+@settings(deadline=None, max_examples=20)
+@given(st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=9), st.integers(1, 200))
+def test_first_places_have_each_source_in_proportion(weights, places):
+    turns = [source for source, _ in by_time(weights, places)]
+    for source, weight in enumerate(weights):
+        proportion = weight / sum(weights)
+        off = abs(turns.count(source) - places * proportion)
+        assert off <= (1 - proportion) / 2 + proportion * (len(weights) - 1) / 2
+        assert off <= 1 or len(weights) > 3
+
+
 @pytest.mark.parametrize("weights", [[1], [3, 3], [1, 2, 4], [0.1, 0.7, 0.2]])
 def test_items_until_a_place_count_earlier_places(weights):
     weights = [Fraction(weight) for weight in weights]

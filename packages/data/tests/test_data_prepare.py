@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_stores import write_files
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from armillary.data import TextTokenizer, open_store, verify_folder
 from armillary.data.prepare import Preparation, encode, prepare
@@ -116,6 +117,16 @@ def test_header_index_and_hashes_are_of_the_documents(tmp_path):
     assert sum(verify_folder(tmp_path / "store")) == sum(header.sizes().values())
     assert {name: (tmp_path / "store" / name).stat().st_size for name in header.sizes()} == header.sizes()
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "store"]
+
+
+@pytest.mark.parametrize("size, dtype", [(256, "uint8"), (257, "uint16"), (65_537, "uint32")])
+def test_tokens_are_stored_in_the_smallest_dtype(tmp_path, size, dtype):
+    words = {f"w{number}": number for number in range(size - 1)} | {"<eos>": size - 1}
+    (tmp_path / "tokenizer.json").write_text(Tokenizer(WordLevel(words, unk_token="w0")).to_str())
+    path = write_files(tmp_path, a=f"w{size - 2}".encode()) / "a"
+    header = prepare_header(path, output=tmp_path / "store", tokenizer=str(tmp_path))
+    assert tokens_of(tmp_path / "store") == ([[size - 2]], size - 1)
+    assert (header.dtype, header.vocabulary.size) == (dtype, size)
 
 
 @pytest.mark.parametrize("begin", [None, "a"])
