@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import armillary.train
-from armillary.attention import ContextParallel
+from armillary.attention import ContextParallel, Ring
 from armillary.check import CheckBatch, StepOutput, verify
 from armillary.core.testing import mesh
 from armillary.train import (
@@ -60,6 +61,7 @@ def test_the_trainer_verifies_its_steps(worlds, tmp_path, parallel, options):
             "equal gradients": "right" if parallel.tp > 1 else "not observed",
             "gradient of the head": head,
             "parameters in use": "right",
+            "windows and softcaps of calls": "right",
         }, event["text"]
 
 
@@ -128,6 +130,31 @@ def test_probes_of_a_sharded_model_raise_no_alarm(worlds):
         report, indent=1
     )
     assert not has_gradients
+
+
+def step_of_calls(**dropped):
+    """Facts of a step whose calls of the method lack options."""
+    cp = ContextParallel("ring", mesh(ring=2))
+    sizes = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
+    model, call = cp.prepare(tiny("gemma2", **sizes, attn_logit_softcapping=3.0)), Ring.__call__
+
+    def without(method, *tensors, mask, **options):
+        mask = replace(mask, window=None) if "window" in dropped else mask
+        return call(method, *tensors, mask=mask, **(options | {x: None for x in dropped if x in options}))
+
+    batch = cp.shard(torch.arange(96).view(2, 48) % 64)
+    with patch.object(Ring, "__call__", without), cp.verify(model, batch) as proof, batch:
+        cp.loss(model(**batch.inputs).loss, batch).backward()
+        cp.reduce_gradients(model)
+    return {x.name: x for x in proof.report().facts}["windows and softcaps of calls"]
+
+
+def test_windows_and_softcaps_are_seen_in_the_calls_of_a_method(worlds):
+    assert worlds(2).run(step_of_calls)[0].verdict == "right"
+    softcap, window = (worlds(2).run(step_of_calls, **{name: True})[1] for name in ("softcap", "window"))
+    assert softcap.verdict == window.verdict == "wrong"
+    assert "layer 0 has softcap None instead of 3" in softcap.detail
+    assert "layer 1 has a window of 48 tokens instead of 8" in window.detail and "layer 0" not in window.detail
 
 
 def probed_beside_other_rows():

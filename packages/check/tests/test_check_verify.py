@@ -9,6 +9,7 @@ from planted_faults import Model, reduce, step
 
 from armillary.check import CheckBatch, verify, verifying
 
+CALLS = "windows and softcaps of calls"  # of Armillary's methods, by which this model does not attend
 DOCUMENTS = (0, 13, 21, 40, 64)
 # Fault -> the fact that is wrong, and words that name it.
 OBSERVED = {
@@ -80,7 +81,7 @@ def probed(fault, documents):
 def test_probes_of_a_right_step_raise_no_alarm_on_four_ranks(worlds):
     report = worlds(4).run(probed, "", (0, 13, 40, 64))[0]
     verdicts = {x["name"]: x["verdict"] for x in report["facts"]}
-    assert verdicts.pop("no look-ahead") == "not observed"  # rows have several documents
+    assert verdicts.pop("no look-ahead") == verdicts.pop(CALLS) == "not observed"  # rows have several documents
     assert set(verdicts.values()) == {"right"}, json.dumps(report, indent=1)
 
 
@@ -97,4 +98,5 @@ def test_probes_show_the_fault(worlds, fault):
 def test_a_right_step_raises_no_alarm(worlds, ranks):
     for documents in (None, DOCUMENTS):
         report = worlds(ranks).run(observed_step, "", documents)[0]
-        assert {x["verdict"] for x in report["facts"]} == {"right"}, json.dumps(report, indent=1)
+        verdicts = {x["verdict"] for x in report["facts"] if x["name"] != CALLS}
+        assert verdicts == {"right"}, json.dumps(report, indent=1)

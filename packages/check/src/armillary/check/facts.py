@@ -5,6 +5,7 @@ Every rank judges the same gathered observations, so that all ranks come to the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,6 +22,10 @@ COARSE = 5e-2
 MODULUS = 2**64
 OTHER_LOSS = 0.5
 """If more than this share of the labels do not fit the gradient of a cross entropy, the loss is of another kind."""
+
+
+OF_SCORES = re.compile(r"sink[^.]*$|(relative|position|score|attention)\w*_bias")
+"""Matches names of parameters that a kernel adds to scores: sinks, and biases such as T5's."""
 
 
 class Verdict(StrEnum):
@@ -119,6 +124,7 @@ class Observation:
         reported_loss: the loss that this rank reports.
         gradients: by parameter and the place of the shard in it, (norm, sum).
         dtype: the coarsest dtype of gradients, logits and hidden states.
+        calls: by layer that called a method of Armillary, how its window or softcap differs; None if it does not.
         unused: trainable parameters without a gradient, or with zeros alone.
         head_gradient, head_sum: projections of the head's gradient, and of this rank's part of its closed form.
         reasons: by fact, why it was not observed.
@@ -137,6 +143,7 @@ class Observation:
     reported_loss: float | None = None
     gradients: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     dtype: torch.dtype = torch.float64
+    calls: dict[str, str | None] = field(default_factory=dict[str, str | None])
     unused: list[str] = field(default_factory=list[str])
     head_gradient: list[float] = field(default_factory=list[float])
     head_norm: float = 0.0
@@ -311,12 +318,22 @@ def _head(ranks: Sequence[Observation]) -> Judgement:
 
 
 def _use(ranks: Sequence[Observation]) -> Judgement:
-    """Each trainable parameter has a gradient on some rank; sinks without one are dropped."""
+    """Each trainable parameter has a gradient on some rank; sinks and biases of scores without one are dropped."""
     unused = sorted(set(ranks[0].unused).intersection(*(x.unused for x in ranks)))
-    if sinks := [name for name in unused if "sink" in name.rpartition(".")[2]]:
-        return Verdict.WRONG, f"no gradient on any rank, so the kernel dropped them: {list_names(sinks)}"
+    if dropped := [name for name in unused if OF_SCORES.search(name)]:
+        return Verdict.WRONG, f"no gradient on any rank, so the kernel dropped them: {list_names(dropped)}"
     verdict = Verdict.NOT_OBSERVED if unused else Verdict.RIGHT
     return verdict, f"no gradient on any rank: {list_names(unused)}" if unused else "every parameter has a gradient"
+
+
+def _calls(ranks: Sequence[Observation]) -> Judgement:
+    """Windows and softcaps of the configuration are those of the layers' calls of a method."""
+    calls = {f"{layer} has {x.calls[layer]}": x.calls[layer] for x in ranks for layer in x.calls}
+    if wrong := [text for text, difference in calls.items() if difference]:
+        return Verdict.WRONG, f"{list_names(wrong)}"
+    layers = list(dict.fromkeys(layer for x in ranks for layer in x.calls))
+    verdict = Verdict.RIGHT if layers else Verdict.NOT_OBSERVED
+    return verdict, f"{len(layers)} layers" if layers else "no layer was seen to call a method of Armillary"
 
 
 RULES_OF_ROWS: Sequence[Rule] = (_shares, _positions, _labels, _loss)
@@ -328,4 +345,5 @@ RULES: dict[str, Rule] = {
     "equal gradients": _agreement,
     "gradient of the head": _head,
     "parameters in use": _use,
+    "windows and softcaps of calls": _calls,
 }

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from armillary.check.observe import ModelParts, find_positions
+from armillary.check.layers import ModelParts
+from armillary.check.observe import find_positions
 from armillary.check.step import CheckBatch, StepOutput, fingerprint, first_tensor
 from armillary.core.parts import compat
 

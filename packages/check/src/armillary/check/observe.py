@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -14,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from armillary.attention.parts import IGNORED, in_backward
+from armillary.attention.parts import IGNORED, AttentionOptions, in_backward
 from armillary.check.facts import MODULUS, LabelTally, Observation, VerifyReport, judge, tolerance
+from armillary.check.layers import POSITION, ModelParts, kinds_of_layers, methods_in
 from armillary.check.step import WRAPPERS, CheckBatch, first_tensor
 from armillary.core import SequenceLayout
 from armillary.core.parts import compat
@@ -28,8 +28,6 @@ MISFIT = 0.2
 """Largest part of a token's gradient that is not that of its label's cross entropy, relative to the gradient."""
 PROJECTIONS = 4
 """Number of projections of the head's gradient."""
-POSITION = re.compile("wpe|pos", re.I)
-"""Matches names of arguments that are position ids, and of embeddings of positions."""
 HEAD = "gradient of the head"
 
 
@@ -85,6 +83,8 @@ class Proof:
         self.model: nn.Module = model
         self.batch: CheckBatch | ShardTokens = batch
         self.parts: ModelParts = ModelParts.of(model)
+        self.kinds, self.methods = kinds_of_layers(model), methods_in(model)
+        self.layer: nn.Module | None = None  # the decoder layer that runs
         self.peers: tuple[int, ...] = tuple(range(dist.get_world_size())) if peers is None else tuple(peers)
         self.tokens = batch if isinstance(batch, ShardTokens) else None
         if isinstance(batch, CheckBatch) and positions is not None:
@@ -116,6 +116,9 @@ class Proof:
                 self._hook(module, lambda inputs, _: self._see_positions({"pos": next(iter(inputs.values()), None)}))
         for layer in parts.layers:
             self._hook(layer, self._see_layer)
+            self._handles.append(layer.register_forward_pre_hook(self._enter_layer))
+        for method in self.methods:
+            method.observer = self._see_call
         if parts.head is not None:
             self._hook(parts.head, self._see_head)
         return self
@@ -123,6 +126,8 @@ class Proof:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
+        for method in self.methods:
+            method.observer = None
 
     def _hook(self, module: nn.Module, see: Callable[[dict[str, Any], Any], None]) -> None:
         names = list(signature(module.forward).parameters)
@@ -144,8 +149,18 @@ class Proof:
         if self.parts.tied and output.requires_grad:
             output.register_hook(partial(self._add_embedding, ids.flatten()))
 
+    def _enter_layer(self, layer: nn.Module, _: Any) -> None:
+        self.layer = layer
+
+    def _see_call(self, options: AttentionOptions) -> None:
+        for i, kind in enumerate(self.kinds):
+            if kind.layer is self.layer and not in_backward():
+                difference = kind.differs(options.mask, options.softcap, self.observation.length)
+                name = f"layer {i}"
+                self.observation.calls[name] = self.observation.calls.get(name) or difference
+
     def _see_layer(self, inputs: dict[str, Any], output: Any) -> None:
-        x = first_tensor(output)
+        x, self.layer = first_tensor(output), None
         if x is not None and x.ndim == 3:
             self.observation.layer_tokens = max(self.observation.layer_tokens or 0, compat.local_part(x).shape[1])
         self._see_positions(inputs)
@@ -328,50 +343,6 @@ def observe_shard(model: nn.Module, *, peers: Sequence[int], **tokens: Any) -> P
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns the parameters with gradients, by name without the parts that wrappers add."""
     return [(WRAPPERS.sub("", name), p) for name, p in model.named_parameters() if p.requires_grad]
-
-
-@dataclass(frozen=True)
-class ModelParts:
-    """The modules of a model that can be observed.
-
-    Args:
-        layers: the decoder layers.
-        embeddings: embedding tables by name; `embedding` is that of token ids.
-        head: the linear module that computes logits; `weight` its weight, `tied` if it is the embedding's too.
-    """
-
-    layers: tuple[nn.Module, ...]
-    embeddings: dict[str, nn.Embedding]
-    embedding: nn.Embedding | None
-    head: nn.Module | None
-    weight: nn.Parameter | None
-    tied: bool
-
-    @classmethod
-    def of(cls, model: nn.Module) -> ModelParts:
-        visible = dict(_visible_modules(model))
-        stacks = [x for x in visible.values() if isinstance(x, (nn.ModuleList, nn.Sequential))]
-        stack = max(stacks, key=lambda x: sum(p.numel() for p in x.parameters()), default=())
-        layers = tuple(x for x in stack if x in set(visible.values()))
-        inside = {id(x) for layer in layers for x in layer.modules()}
-        outside = {name: x for name, x in visible.items() if id(x) not in inside}
-        embeddings = {name: x for name, x in outside.items() if isinstance(x, nn.Embedding)}
-        embedding = next((x for name, x in embeddings.items() if not POSITION.search(name)), None)
-        vocabulary = getattr(embedding, "num_embeddings", None)
-        linears = [x for x in outside.values() if isinstance(x, nn.Linear)]
-        head = next((x for x in reversed(linears) if x.out_features == vocabulary), None)
-        # Armillary's models with a tied weight have no module for the head.
-        weight: Any = head.weight if head is not None else getattr(model, "head_weight", None)
-        tied = weight is not None and weight is getattr(embedding, "weight", None)
-        return cls(layers, embeddings, embedding, head, weight, tied)
-
-
-def _visible_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yields modules by name, without compiled ones and those inside, whose hooks a graph may not run."""
-    if getattr(module, "_compiled_call_impl", None) is None:
-        yield prefix, module
-        for name, child in () if hasattr(module, "_orig_mod") else module.named_children():
-            yield from _visible_modules(child, f"{prefix}.{name}" if prefix else name)
 
 
 def find_positions(batch: CheckBatch, ids: Tensor, peers: tuple[int, ...]) -> Tensor | None:

@@ -14,8 +14,9 @@ from armillary.check.compare import MODEL_LIMITS
 from armillary.check.diagnose import Mistake
 from armillary.check.facts import Fact, Observation, Verdict, VerifyReport, judge, tolerance
 from armillary.check.forwards import Forward, Loss, Runner, gathered, undisturbed
+from armillary.check.layers import layer_kinds
 from armillary.check.observe import Proof, ShardTokens, trainable
-from armillary.check.reach import attention_facts, layer_kinds
+from armillary.check.reach import attention_facts
 from armillary.check.step import FINGERPRINT, CheckBatch, Reduce, StepOutput
 
 NOISE_FACTOR, MOST_NOISE = 6.0, 0.3

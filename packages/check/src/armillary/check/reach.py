@@ -5,29 +5,23 @@ Each layer is probed by itself, because its output is replaced by its output wit
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from armillary.check.diagnose import Mistake, list_names
 from armillary.check.facts import Fact, Verdict
 from armillary.check.forwards import Forward, Runner
-from armillary.check.observe import ModelParts
+from armillary.check.layers import LayerKind
 from armillary.check.step import CheckBatch
 
 NEAR = 2
 """Tokens before an edge that keep their input: if they do not change either, the layer does not mix tokens."""
 ROUNDINGS, ROUNDINGS_16_BIT = 64, 4
 """Changes up to this multiple of an output's rounding error count as none."""
-KNOWN_MASKS = ("full_attention", "sliding_attention", None)
-"""Layer types of a configuration whose masks are known."""
-FADING = re.compile("mamba|ssm|delta|recurrent|linearattention|kda|state", re.I)
-"""Matches class names of layers with a state, in which tokens fade."""
 CROSSING = "attention across shards"
 HIDDEN = {
     "documents": (Mistake.DOCUMENTS, "rows have one document"),
@@ -35,44 +29,6 @@ HIDDEN = {
     "windows": (Mistake.WINDOW, "no layer has a window that ends inside the document"),
 }
 """Facts about tokens that a layer must not see: the mistake, and the reason why none was observed."""
-
-
-@dataclass(frozen=True)
-class LayerKind:
-    """A layer that stands for all of its kind.
-
-    Args:
-        window: the number of tokens that a query sees, its own included; None for all.
-        known: False if the configuration names a mask that is not known here, or a state fades: it may reach less far.
-    """
-
-    layer: nn.Module
-    window: int | None
-    known: bool
-
-
-def layer_kinds(model: nn.Module) -> dict[str, LayerKind]:
-    """Returns the first layer of each kind, by its name."""
-    config: Any = next((x.config for x in model.modules() if hasattr(x, "config")), None)
-    config = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    types: Any = getattr(config, "layer_types", None) or ()
-    kinds = dict[tuple[object, ...], tuple[str, LayerKind]]()
-    for i, layer in enumerate(ModelParts.of(model).layers):
-        name = types[i] if i < len(types) else None
-        window = _window(layer, name, config)
-        key = (name, window, *sorted({type(x).__name__ for x in layer.modules()}))
-        fades = any(FADING.search(type(x).__name__) for x in layer.modules())
-        kinds.setdefault(key, (f"layer {i}", LayerKind(layer, window, name in KNOWN_MASKS and not fades)))
-    return dict(kinds.values())
-
-
-def _window(layer: nn.Module, kind: str | None, config: Any) -> int | None:
-    if kind == "full_attention":
-        return None
-    values = [vars(x)[key] for x in layer.modules() for key in ("sliding_window", "window") if key in vars(x)]
-    if values or kind not in (None, "sliding_attention") or not getattr(config, "use_sliding_window", True):
-        return next((value for value in values if isinstance(value, int)), None)
-    return getattr(config, "sliding_window", None)
 
 
 def attention_facts(

@@ -7,6 +7,7 @@ arguments and runs the pair under autograd (`call/autograd.py`). To add a method
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal, Unpack, overload
 
@@ -37,6 +38,9 @@ from armillary.core.parts import Side, compat
 
 class Method(AttentionMethod):
     """Exact attention over a sequence that is sharded over the ranks of the method's mesh axes; whole for `Local`."""
+
+    observer: Callable[[AttentionOptions], object] | None = None
+    """Gets the options of each call, by which a check of a running model sees its masks and softcaps."""
 
     @property
     def sequence_method(self) -> Method:
@@ -154,6 +158,8 @@ class Method(AttentionMethod):
         """
         plain = are_plain_tensors(q, k, v, sinks, expansion)
         options = check_options(AttentionOptions(mask, layout, key_layout, scale, softcap, kernel, return_lse))
+        if self.observer is not None:
+            self.observer(options)
         if not plain and any(x is not None and compat.is_dtensor(x) for x in (q, k, v, sinks, expansion)):
             from armillary.attention.call.dtensors import attend_dtensors
 
@@ -193,6 +199,8 @@ class Method(AttentionMethod):
                 parameters that do not fit x.
         """
         options = check_options(AttentionOptions(mask, layout, None, scale, softcap, kernel))
+        if self.observer is not None:
+            self.observer(options)
         check_hidden(x, projections, sinks)
         if compat.is_dtensor(x) or (sinks is not None and compat.is_dtensor(sinks)):
             from armillary.attention.call.dtensors import project_dtensors
