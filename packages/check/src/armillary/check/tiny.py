@@ -23,10 +23,10 @@ MAX_LAYERS = 8
 MAX_PARAMETERS = 30_000_000
 """A larger copy is an error: its config has a size that no rule below shrinks."""
 
-HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "lstm_hidden_size")
+HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "lstm_hidden_size", "d_latents")
 HEAD_DIMS = ("head_dim", "d_head", "kv_channels", "d_kv")
 HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "decoder_attention_heads", "encoder_attention_heads")
-KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads")
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers")
 LAYER_LISTS = ("layers", "layer_ids", "layer_indices")
 """Ends of the names of fields that list indices of layers."""
@@ -37,8 +37,8 @@ STATE_HEAD_DIMS = ("mamba_d_head", "mamba_headdim", "mamba_head_dim")
 FIXED: Mapping[str, int] = {
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 32),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(("intermediate_size_mlp", "mlp_hidden_size", "hidden_size_per_layer_input"), 16),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "n_words", "entity_vocab_size"), VOCABULARY),
+    **dict.fromkeys(("intermediate_size_mlp", "mlp_hidden_size", "ffn_hidden_size", "hidden_size_per_layer_input"), 16),
+    **dict.fromkeys(("vocab_size", "n_words"), VOCABULARY),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_head_dim"), 16),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "blank_token_id"), 1),
@@ -51,6 +51,7 @@ AT_MOST: Mapping[str, int] = {
         2,
     ),
     **dict.fromkeys(("n_groups", "mamba_n_groups", "mamba_ngroups", "num_expert_group"), 2),
+    **dict.fromkeys(("moe_top_k", "upsample_groups"), 2),
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 16),
     **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
@@ -63,6 +64,8 @@ DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter")
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
 """Rotary parameters that models have by default, though their configs do not."""
 GLM_SECTIONS = SECTIONS | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
+INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_compress_ratio": 4}
+INDEXER |= {"indexer_budget": 16}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 REQUIRED: Mapping[str, Mapping[str, Any]] = {
     **{name: {"rope_parameters": SECTIONS} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "hunyuan_vl_text")},
@@ -70,6 +73,9 @@ REQUIRED: Mapping[str, Mapping[str, Any]] = {
         name: {"rope_parameters": GLM_SECTIONS}
         for name in ("glm4v_text", "glm4v_moe_text", "glm_image_text", "glm_ocr_text")
     },
+    "dbrx": {"attn_config": {"rope_theta": 5e5, "clip_qkv": 8, "kv_n_heads": 8}, "ffn_config": {"moe_top_k": 2}},
+    "qwen4_exp_text": INDEXER,
+    "qwen4_exp": {"text_config": INDEXER},
     "chameleon": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -120,27 +126,58 @@ def tiny_config(config: Any, tokens: int) -> Any:
     fields: dict[str, Any] = config.to_dict()
     for name in ("quantization_config", "auto_map", "architectures", "transformers_version", "dtype", "torch_dtype"):
         fields.pop(name, None)
-    # 1. Sizes that depend on nothing else.
-    changes = {name: FIXED[name] for name in _integers(fields, FIXED) if fields[name] or name.endswith("_id")}
-    changes |= {name: min(fields[name], AT_MOST[name]) for name in _integers(fields, AT_MOST)}
-    changes |= {name: min(fields[name], 4) for name in _integers(fields, EXPERTS)}
-    changes |= dict.fromkeys(_integers(fields, WINDOWS), max(tokens // 3, 2))
-    dropouts = [name for name in fields if any(part in name for part in DROPOUTS)]
-    changes |= {name: 0.0 for name in dropouts if isinstance(fields[name], float)}
-    # 2. Sizes that depend on each other.
-    changes |= _heads(fields)
-    changes |= _state_heads(fields, changes)
-    changes |= _positions(fields, changes, tokens)
-    changes |= _layers(fields, changes)
     fields.pop("model_type", None)
-    for name in getattr(config, "sub_configs", ()):
-        if (part := getattr(config, name, None)) is not None:
-            with suppress(ValueError):  # a part whose sizes depend on each other keeps them, if it is small enough
-                changes[name] = tiny_config(part, tokens).to_dict()
+    parts = {name: part for name in getattr(config, "sub_configs", ()) if (part := getattr(config, name, None))}
+    # Settings of the model's layers may be a part of its config: they are shrunk with its own fields.
+    settings = [x for part in parts.values() if _are_settings(x := part.to_dict())]
+    sizes = {name: x for part in settings for name, x in part.items() if isinstance(x, (int, float))} | fields
+    # 1. Sizes that depend on nothing else.
+    vocabularies = [name for name in sizes if "vocab_size" in name or name.endswith("_vocab")]
+    changes = {name: min(sizes[name], VOCABULARY) for name in _integers(sizes, vocabularies)}
+    changes |= {name: FIXED[name] for name in _integers(sizes, FIXED) if sizes[name] or name.endswith("_id")}
+    changes |= {name: min(sizes[name], AT_MOST[name]) for name in _integers(sizes, AT_MOST)}
+    changes |= {name: min(sizes[name], 4) for name in _integers(sizes, EXPERTS)}
+    changes |= dict.fromkeys(_integers(sizes, WINDOWS), max(tokens // 3, 2))
+    dropouts = [name for name in sizes if any(part in name for part in DROPOUTS)]
+    changes |= {name: 0.0 for name in dropouts if isinstance(sizes[name], float)}
+    # 2. Sizes that depend on each other.
+    changes |= _heads(sizes)
+    changes |= _state_heads(sizes, changes)
+    changes |= _positions(sizes, changes, tokens)
+    changes |= _layers(sizes, changes)
+    # 3. Parts of the model.
+    new_parts = _parts(parts, sizes, changes, tokens)
+    changes = {name: x for name, x in changes.items() if name in fields or name not in sizes}
     try:
-        return type(config)(**fields | changes)
+        return type(config)(**fields | changes | new_parts)
     except Exception as error:
         raise _build_error(config, error) from error
+
+
+def _are_settings(part: Mapping[str, Any]) -> bool:
+    return _first(part, (*HEADS, *LAYERS)) is None
+
+
+def _parts(
+    parts: Mapping[str, Any], fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: int
+) -> dict[str, dict[str, Any]]:
+    """Returns the fields of a model's parts, by the name of the part."""
+    old_parts = {name: part.to_dict() for name, part in parts.items()}
+    new_parts: dict[str, dict[str, Any]] = {}
+    for name, old in old_parts.items():
+        if _are_settings(old):
+            new_parts[name] = old | {field: changes[field] for field in old if field in changes}
+        else:
+            with suppress(ValueError):  # a part whose sizes depend on each other keeps them, if it is small enough
+                new_parts[name] = tiny_config(parts[name], tokens).to_dict()
+    # A part has fields with the width of the model or of another part, which its config class or its layers compare.
+    shrunk = [*((old_parts[name], new) for name, new in new_parts.items()), (fields, changes)]
+    widths = {_first(old, HIDDEN): _first(new, HIDDEN) for old, new in shrunk}
+    for name, part in new_parts.items():
+        for field in _integers(part, [x for x in part if x.endswith("_dim") or "hidden_size" in x]):
+            if part[field] == old_parts[name].get(field) in widths:
+                part[field] = widths[part[field]]
+    return new_parts
 
 
 def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,6 +284,8 @@ def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     layers.append(next((i for i in range(layers[-1] + 1, count) if kinds[i] == kinds[0]), layers[0]))
     if kinds[-1] != kinds[0]:  # Gemma 4 needs full attention there
         layers.append(count - 1)
+    else:  # Zamba's hybrid layers share weights, which takes two of them
+        layers += [i for i in range(layers[-1], count) if "'hybrid'" in kinds[i] and kinds[i] != kinds[0]][:1]
     sizes: dict[str, Any] = dict.fromkeys((name for name in LAYERS if name in fields), len(layers))
     sizes |= {name: [values[i] for i in layers] for name, values in per_layer.items()}
     sizes |= {name: [i for i, layer in enumerate(layers) if layer in fields[name]] for name in indices}
@@ -301,14 +340,14 @@ def model_class(config: Any) -> Any:
 
     mappings = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_MASKED_LM_MAPPING
     for mapping in (*mappings, transformers.MODEL_MAPPING):
-        if type(config) in mapping:
+        with suppress(KeyError, ValueError):  # ValueError: a class that transformers does not export
             built_by = cast(Any, mapping)[type(config)]
             return built_by[0] if isinstance(built_by, (list, tuple)) else built_by
     file = import_module(type(config).__module__.replace("configuration_", "modeling_"))
     models = [x for x in vars(file).values() if getattr(x, "config_class", None) is type(config)]
     if not models:
         raise ValueError(f"transformers has no model for {type(config).__name__}")
-    return min(models, key=lambda model: not model.__name__.endswith("ForCausalLM"))
+    return min(models, key=lambda x: (not x.__name__.endswith("ForCausalLM"), x.__name__.endswith("PreTrainedModel")))
 
 
 def predicts_next_token(config: Any) -> bool:
