@@ -291,11 +291,20 @@ def _layers(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     sizes |= {name: [i for i, layer in enumerate(layers) if layer in fields[name]] for name in indices}
     if overrides:
         sizes["per_layer_config"] = {
-            i: {name: _in_ratio(x, fields.get(name), changes.get(name)) for name, x in overrides[layer].items()}
-            for i, layer in enumerate(layers)
-            if layer in overrides
+            i: _override(overrides[layer], fields, changes) for i, layer in enumerate(layers) if layer in overrides
         }
     return sizes
+
+
+def _override(sizes: Mapping[str, Any], fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a layer's own sizes, in their ratio to the model's."""
+    new_sizes = {name: _in_ratio(x, fields.get(name), changes.get(name)) for name, x in sizes.items()}
+    old, new = {**fields, **sizes}, {**fields, **changes, **new_sizes}
+    # A head that consists of a part without positions and a rotary part (Dots 3) stays as wide as both.
+    dims = _integers(old, ("qk_nope_head_dim", "qk_rope_head_dim"))
+    if old.get("head_dim") == sum(old[name] for name in dims):
+        new_sizes["head_dim"] = sum(new[name] for name in dims)
+    return new_sizes
 
 
 def _in_ratio(value: Any, old: Any, new: Any) -> Any:
