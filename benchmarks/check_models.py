@@ -84,7 +84,7 @@ def short(reason: str) -> str:
 
 
 CAUSES = {
-    "takes no tokens": "takes no token ids|pixel_values|logits_or_share",
+    "takes no tokens": "token ids|another model|pixel_values|logits_or_share",
     "selects keys, or attends to compressed ones": "selects? keys|indexed|compressed|LSH|Sparse",
     "carries a state, or convolves, without a sharded form": "state along|layers of kind|without attention, within",
     "computes attention itself": "computes attention itself|attention interface",

@@ -6,6 +6,7 @@ The report names the mechanisms that the copy exercises, and those that it does 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
 from inspect import signature
@@ -56,7 +57,8 @@ def check_architecture(
 
     Raises:
         ValueError: a model that cannot be found or shrunk; wrong options.
-        Refused: the model takes no token ids; layers of a model type select keys, and its default config has none.
+        Refused: the model does not run on token ids alone; layers of a model type select keys, and its default config
+            has none.
         RankFailed: a rank raised, for example because the model cannot be sharded, died or hung.
     """
     if ring == ulysses == 1:
@@ -68,10 +70,19 @@ def check_architecture(
     if "input_ids" not in inputs:
         raise Refused(f"{source} takes no token ids, but {', '.join(inputs[1:4])}, ...")
     tokens = options.get("tokens", 64)
+    if (shared := getattr(text_config, "num_kv_shared_layers", None)) and shared == text_config.num_hidden_layers:
+        raise Refused(f"{source} takes keys of another model: num_kv_shared_layers={shared} are all of its layers")
     config = tiny_config(text_config, tokens)
     check_size(config)
+    model = new_model(config)
+    try:
+        with torch.no_grad():
+            _whole_logits(model, torch.zeros(1, tokens, dtype=torch.long))
+    except Exception as error:  # any other error shows on the ranks
+        if "None" in str(error):  # an input with the default None, such as pixels, is needed
+            raise Refused(f"{source} does not run on token ids alone: {error}") from error
     # Another config of a model type may have more kinds of layers than its defaults.
-    other_layers = set[type]() if Path(source).exists() else missing_layers(new_model(config))
+    other_layers = set[type]() if Path(source).exists() else missing_layers(model)
     if selections := _names(layer for layer in other_layers if selects_keys(layer)):
         raise Refused(f"{source} has layers that select keys ({', '.join(selections)}), which cannot be sharded")
     method = method or default_method(ring, ulysses)
@@ -129,6 +140,8 @@ def new_model(config: Any) -> nn.Module:
         if type(getattr(module, "pooler", None)).__name__.endswith("Pooler"):
             module.pooler = NoPooler()
     model.register_forward_hook(_leave_out_pooled)
+    if isinstance(codebooks := getattr(config, "num_codebooks", None), int):
+        model.register_forward_pre_hook(_codebook_ids(model, codebooks), with_kwargs=True)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -143,6 +156,29 @@ def new_model(config: Any) -> nn.Module:
 class NoPooler(nn.Module):
     def forward(self, hidden: torch.Tensor) -> None:
         return None
+
+
+def _codebook_ids(model: nn.Module, codebooks: int) -> Callable[..., Any]:
+    """Returns a hook that gives each codebook the token ids [B, T], in the first form that the model computes with."""
+    repeats: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda ids: ids,
+        lambda ids: ids[..., None].expand(-1, -1, codebooks),  # [B, T, C]
+        lambda ids: ids[..., None].expand(-1, -1, codebooks + 1),  # a text token and its codebooks
+        lambda ids: ids.repeat_interleave(codebooks, 0),  # [B C, T]
+    ]
+
+    def runs(repeat: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        with suppress(Exception), torch.no_grad():
+            return bool(model(repeat(torch.zeros(1, 3, dtype=torch.long))))
+        return False
+
+    repeat = next(filter(runs, repeats), repeats[0])
+
+    def repeat_ids(model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
+        ids, *other_args = args or (inputs.pop("input_ids"),)
+        return (repeat(ids), *other_args), inputs
+
+    return repeat_ids
 
 
 def _in_float64(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ HEAD_DIM, WIDE_HEAD_DIM = 8, 16
 """Head dims. The wide one is for rotary embeddings of a part of each head, or in sections: these need even dims."""
 VOCABULARY = 64
 MAX_LAYERS = 8
-MAX_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 50_000_000
 """A larger copy is an error: its config has a size that no rule below shrinks."""
 
 HIDDEN = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size", "lstm_hidden_size", "d_latents")
@@ -76,6 +76,7 @@ REQUIRED: Mapping[str, Mapping[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 5e5, "clip_qkv": 8, "kv_n_heads": 8}, "ffn_config": {"moe_top_k": 2}},
     "qwen4_exp_text": INDEXER,
     "qwen4_exp": {"text_config": INDEXER},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
     "chameleon": {"vocabulary_map": {"<image>": VOCABULARY - 1}},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
