@@ -160,23 +160,22 @@ class NoPooler(nn.Module):
 
 def _codebook_ids(model: nn.Module, codebooks: int) -> Callable[..., Any]:
     """Returns a hook that gives each codebook the token ids [B, T], in the first form that the model computes with."""
-    repeats: list[Callable[[torch.Tensor], torch.Tensor]] = [
-        lambda ids: ids,
-        lambda ids: ids[..., None].expand(-1, -1, codebooks),  # [B, T, C]
-        lambda ids: ids[..., None].expand(-1, -1, codebooks + 1),  # a text token and its codebooks
-        lambda ids: ids.repeat_interleave(codebooks, 0),  # [B C, T]
-    ]
 
-    def runs(repeat: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+    def forms(ids: torch.Tensor) -> list[torch.Tensor]:
+        by_token = ids[..., None].expand(-1, -1, codebooks + 1)
+        # [B, T]; [B, T, C]; [B, T, 1 + C] with a text token; [B C, T].
+        return [ids, by_token[..., 1:], by_token, ids.repeat_interleave(codebooks, 0)]
+
+    def runs(ids: torch.Tensor) -> bool:
         with suppress(Exception), torch.no_grad():
-            return bool(model(repeat(torch.zeros(1, 3, dtype=torch.long))))
+            return bool(model(ids))
         return False
 
-    repeat = next(filter(runs, repeats), repeats[0])
+    form = next((i for i, ids in enumerate(forms(torch.zeros(1, 3, dtype=torch.long))) if runs(ids)), 0)
 
     def repeat_ids(model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> Any:
         ids, *other_args = args or (inputs.pop("input_ids"),)
-        return (repeat(ids), *other_args), inputs
+        return (forms(ids)[form], *other_args), inputs
 
     return repeat_ids
 

@@ -104,9 +104,10 @@ def _unscaled(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _equal_ropes(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the same rotary parameters for all kinds of layers."""
-    first = next((x for x in rope.values() if isinstance(x, dict)), None)
-    return {name: first if isinstance(x, dict) else x for name, x in rope.items()}
+    """Returns the same rotary parameters for all kinds of layers; the rotated part depends on the heads of a kind."""
+    first = next((x for x in rope.values() if isinstance(x, dict)), {})
+    part = "partial_rotary_factor"
+    return {name: first | {k: x[k] for k in x if k == part} if isinstance(x, dict) else x for name, x in rope.items()}
 
 
 def parts_off(model: nn.Module, tokens: int) -> Iterator[str]:

@@ -64,8 +64,7 @@ DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter")
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
 """Rotary parameters that models have by default, though their configs do not."""
 GLM_SECTIONS = SECTIONS | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
-INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_compress_ratio": 4}
-INDEXER |= {"indexer_budget": 16}
+INDEXER = dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=256, indexer_compress_ratio=4, indexer_budget=16)
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 REQUIRED: Mapping[str, Mapping[str, Any]] = {
     **{name: {"rope_parameters": SECTIONS} for name in ("qwen2_vl_text", "qwen2_5_vl_text", "hunyuan_vl_text")},
@@ -129,9 +128,9 @@ def tiny_config(config: Any, tokens: int) -> Any:
         fields.pop(name, None)
     fields.pop("model_type", None)
     parts = {name: part for name in getattr(config, "sub_configs", ()) if (part := getattr(config, name, None))}
-    # Settings of the model's layers may be a part of its config: they are shrunk with its own fields.
-    settings = [x for part in parts.values() if _are_settings(x := part.to_dict())]
-    sizes = {name: x for part in settings for name, x in part.items() if isinstance(x, (int, float))} | fields
+    # A part without heads and layers has settings of the model's layers: they are shrunk with the model's own fields.
+    settings = {name: x for name, part in parts.items() if _first(x := part.to_dict(), (*HEADS, *LAYERS)) is None}
+    sizes = {name: x for part in settings.values() for name, x in part.items() if isinstance(x, (int, float))} | fields
     # 1. Sizes that depend on nothing else.
     vocabularies = [name for name in sizes if "vocab_size" in name or name.endswith("_vocab")]
     changes = {name: min(sizes[name], VOCABULARY) for name in _integers(sizes, vocabularies)}
@@ -147,7 +146,11 @@ def tiny_config(config: Any, tokens: int) -> Any:
     changes |= _positions(sizes, changes, tokens)
     changes |= _layers(sizes, changes)
     # 3. Parts of the model.
-    new_parts = _parts(parts, sizes, changes, tokens)
+    new_parts = {name: x | {field: changes[field] for field in x if field in changes} for name, x in settings.items()}
+    for name in parts.keys() - settings:
+        with suppress(ValueError):  # a part whose sizes depend on each other keeps them, if it is small enough
+            new_parts[name] = tiny_config(parts[name], tokens).to_dict()
+    _tie_widths([(sizes, changes), *((parts[name].to_dict(), new) for name, new in new_parts.items())])
     changes = {name: x for name, x in changes.items() if name in fields or name not in sizes}
     try:
         return type(config)(**fields | changes | new_parts)
@@ -155,30 +158,17 @@ def tiny_config(config: Any, tokens: int) -> Any:
         raise _build_error(config, error) from error
 
 
-def _are_settings(part: Mapping[str, Any]) -> bool:
-    return _first(part, (*HEADS, *LAYERS)) is None
+def _tie_widths(shrunk: Sequence[tuple[Mapping[str, Any], dict[str, Any]]]) -> None:
+    """Sets fields for the width of the model or of one of its parts, by another name, to its new width.
 
-
-def _parts(
-    parts: Mapping[str, Any], fields: Mapping[str, Any], changes: Mapping[str, Any], tokens: int
-) -> dict[str, dict[str, Any]]:
-    """Returns the fields of a model's parts, by the name of the part."""
-    old_parts = {name: part.to_dict() for name, part in parts.items()}
-    new_parts: dict[str, dict[str, Any]] = {}
-    for name, old in old_parts.items():
-        if _are_settings(old):
-            new_parts[name] = old | {field: changes[field] for field in old if field in changes}
-        else:
-            with suppress(ValueError):  # a part whose sizes depend on each other keeps them, if it is small enough
-                new_parts[name] = tiny_config(parts[name], tokens).to_dict()
-    # A part has fields with the width of the model or of another part, which its config class or its layers compare.
-    shrunk = [*((old_parts[name], new) for name, new in new_parts.items()), (fields, changes)]
-    widths = {_first(old, HIDDEN): _first(new, HIDDEN) for old, new in shrunk}
-    for name, part in new_parts.items():
-        for field in _integers(part, [x for x in part if x.endswith("_dim") or "hidden_size" in x]):
-            if part[field] == old_parts[name].get(field) in widths:
-                part[field] = widths[part[field]]
-    return new_parts
+    Args:
+        shrunk: (old fields, new fields) of the model and of its parts.
+    """
+    widths = {_first(old, HIDDEN): _first(new, HIDDEN) for old, new in reversed(shrunk)}
+    for old, new in shrunk:
+        for name in _integers(old, [name for name in old if name.endswith("_dim") or "hidden_size" in name]):
+            if old[name] in widths and new.get(name, old[name]) == old[name]:
+                new[name] = widths[old[name]]
 
 
 def _heads(fields: Mapping[str, Any]) -> dict[str, Any]:
