@@ -186,6 +186,8 @@ NOT_CHECKED = [
     (["lama"], "llama"),
     (["own_check:missing"], "missing"),
     (["own_check:right", "--ring", "2"], "--ring"),
+    (["llama", "--verify"], "--verify"),
+    (["own_check:Model", "--verify", "--ranks", "2"], "Model"),
     (["llama", "--tokens", "many"], "--tokens"),
     (["broken_step:build"], "ZeroDivisionError"),
 ]
@@ -216,6 +218,16 @@ def test_user_defined_steps_are_checked(worlds, capsys, monkeypatch):
     report = json.loads(capsys.readouterr().out)
     assert [x["mistake"] for x in report["diagnoses"]] == ["not_reduced"]
     assert set(report["runs"]["plain"]["wrong"]) == {"embed.weight", "head.weight", "head.bias"}
+
+
+def test_user_defined_steps_are_verified(worlds, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(__file__.rpartition("/")[0])
+    assert outcome(worlds, "own_check:right", "--verify", "--ranks", "2") == 0
+    assert "equal gradients: right" in capsys.readouterr().out
+    assert outcome(worlds, "own_check:forgotten", "--verify", "--ranks", "2", "--json") == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["exit_code"] == 1 and not report["right"]
+    assert {x["name"] for x in report["facts"] if x["verdict"] == "wrong"} >= {"equal gradients"}
 
 
 def test_report_for_an_issue_has_bytes_and_nothing_private(capsys, monkeypatch):

@@ -69,10 +69,19 @@ PROBED = {
 }
 
 
-def probed(fault, documents):
+def step_with_reduction(model, batch, fault):
+    output = step(model, batch, fault)
+    reduce(model, fault)
+    return output
+
+
+def probed(fault, documents, runs_backward=False):
     model, batch = new_model(convolution=True), new_batch(documents=documents)
     before, random_state = [x.clone() for x in model.parameters()], torch.get_rng_state()
-    report = verify(model, batch, partial(step, fault=fault, backward=False), reduce=partial(reduce, fault=fault))
+    loss = step_with_reduction if runs_backward else partial(step, backward=False)
+    report = verify(
+        model, batch, partial(loss, fault=fault), reduce=None if runs_backward else partial(reduce, fault=fault)
+    )
     assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, model.parameters(), strict=True))
     assert torch.equal(torch.get_rng_state(), random_state) and model.training
     return report.to_dict()
@@ -83,6 +92,13 @@ def test_probes_of_a_right_step_raise_no_alarm_on_four_ranks(worlds):
     verdicts = {x["name"]: x["verdict"] for x in report["facts"]}
     assert verdicts.pop("no look-ahead") == verdicts.pop(CALLS) == "not observed"  # rows have several documents
     assert set(verdicts.values()) == {"right"}, json.dumps(report, indent=1)
+
+
+@pytest.mark.parametrize("fault", ["", "averaged"])
+def test_probes_of_a_step_that_runs_backward(worlds, fault):
+    report = worlds(2).run(probed, fault, None, runs_backward=True)[0]
+    wrong = {x["name"] for x in report["facts"] if x["verdict"] == "wrong"}
+    assert wrong == ({"gradient of the head", *PROBED[fault]} if fault else set()), json.dumps(report, indent=1)
 
 
 @pytest.mark.parametrize("fault", ["", *PROBED])

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from importlib import import_module
 from os import getcwd
 from typing import Any, NoReturn
@@ -13,8 +14,12 @@ from typing import Any, NoReturn
 import torch
 
 from armillary.check.architecture import check_architecture, default_method, document_boundaries
+from armillary.check.facts import VerifyReport
 from armillary.check.model import ModelReport, check_model, error_line
+from armillary.check.probes import verify
 from armillary.check.report import report_of_call
+from armillary.check.step import Build, CheckRun
+from armillary.core.parts import integer
 from armillary.core.testing import RankFailed, Worlds
 
 PROGRAM = "armillary-check"
@@ -26,6 +31,8 @@ DESCRIPTION = """Compares one training step on CPU ranks with the same step on o
   armillary-check gemma3_text --method token_ring --ring 4
   # your own: build() returns (model, step)
   armillary-check my_module:build --ranks 4 --tokens 512
+  # its ranks alone, without one rank to compare with: the facts of `verify`
+  armillary-check my_module:build --verify --json
   # for an issue: versions, mesh and bytes, nothing private
   armillary-check --report --ring 2 --ulysses 4 --tokens 4096
 
@@ -52,6 +59,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--documents", action="store_true", help="also check packed documents")
     parser.add_argument("--dtype", choices=DTYPES, default="float64")
     parser.add_argument("--compile", action="store_true", help="also compile the model of module:function")
+    parser.add_argument("--verify", action="store_true", help="verify the ranks of module:function by probes instead")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one run (default %(default)g)")
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--report", action="store_true", help="print what an issue needs, and check nothing")
@@ -76,7 +84,7 @@ def main(argv: Sequence[str] | None = None, worlds: Worlds | None = None) -> Non
         print(f"{PROGRAM}: {' '.join(reason.split())}", file=sys.stderr)
         sys.exit(NOT_CHECKED)
     print(json.dumps({"model": options.model, **report.to_dict()}, indent=1) if options.json else report)
-    sys.exit(RIGHT if report.right else WRONG)
+    sys.exit(report.exit_code if isinstance(report, VerifyReport) else RIGHT if report.right else WRONG)
 
 
 def environment_report(options: argparse.Namespace) -> str:
@@ -85,7 +93,9 @@ def environment_report(options: argparse.Namespace) -> str:
     return report_of_call(method, options.ring, options.ulysses, options.tokens, documents)
 
 
-def check(options: argparse.Namespace, progress: Callable[[str], object], worlds: Worlds | None = None) -> ModelReport:
+def check(
+    options: argparse.Namespace, progress: Callable[[str], object], worlds: Worlds | None = None
+) -> ModelReport | VerifyReport:
     """Checks the model that the options name.
 
     Raises:
@@ -112,9 +122,36 @@ def check(options: argparse.Namespace, progress: Callable[[str], object], worlds
             build = getattr(import_module(module), function)
         except Exception as error:  # any error of the user's module; a traceback would exit with 1, as a wrong model
             raise ValueError(f"{options.model}: {type(error).__name__}: {error}") from error
+        if options.verify:
+            return verify_model(build, options, worlds)
         return check_model(build, world_size=options.ranks or 4, **shared)
+    if options.verify:
+        raise ValueError("--verify is for module:function; copies of Hugging Face models are compared with one rank")
     if options.ranks is not None:
         raise ValueError("--ranks is for module:function; a Hugging Face model takes --ring and --ulysses")
     if options.compile:  # copies stay in float64 by a TorchFunctionMode, which dynamo does not trace
         raise ValueError("--compile is for module:function; copies of Hugging Face models are not compiled")
     return check_architecture(options.model, options.method, options.ring, options.ulysses, **shared)
+
+
+def verify_model(build: Build, options: argparse.Namespace, worlds: Worlds | None) -> VerifyReport:
+    """Runs `verify` on ranks, with a batch of random tokens."""
+    ranks = integer("--ranks", options.ranks or 4, minimum=2)
+    documents = document_boundaries(options.tokens) if options.documents else None
+    run = CheckRun(
+        ranks, integer("--tokens", options.tokens, minimum=ranks), documents=documents, dtype=DTYPES[options.dtype]
+    )
+    with closing(Worlds()) if worlds is None else nullcontext(worlds) as open_worlds:
+        return open_worlds(ranks).run(verify_run, build, run, timeout=options.timeout)[0]
+
+
+def verify_run(build: Build, run: CheckRun) -> VerifyReport:
+    """Builds the model and verifies it. Called on every rank of a world."""
+    torch.manual_seed(run.seed)
+    training = build()
+    if not isinstance(training, tuple):
+        raise ValueError(
+            f"build() returned a {type(training).__name__}; (model, step) or (model, step, reduce) is needed"
+        )
+    model, step, *reduce = training
+    return verify(model.to(run.dtype).train(), run.batches()[0], step, reduce=reduce[0] if reduce else None)

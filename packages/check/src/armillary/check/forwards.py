@@ -126,12 +126,17 @@ class Forward:
 
 @dataclass(frozen=True)
 class Runner:
-    """The model and its loss, with the layers that forwards observe."""
+    """The model and its loss, with the layers that forwards observe.
+
+    Args:
+        runs_backward: True if `loss` runs backward too. Then every forward is a step, whose gradients are dropped.
+    """
 
     model: nn.Module
     loss: Loss
     peers: tuple[int, ...]
     layers: dict[str, nn.Module]
+    runs_backward: bool = False
 
     def run(self, batch: CheckBatch, **changes: Any) -> Forward:
         with Forward(self.model, batch, self.peers, self.layers, **changes) as forward:
@@ -141,7 +146,13 @@ class Runner:
         return forward
 
     def evaluate(self, batch: CheckBatch) -> Tensor | StepOutput:
-        output = self.loss(self.model, batch)
+        gradients = [(p, p.grad) for p in self.model.parameters()] if self.runs_backward else []
+        for p, _ in gradients:
+            p.grad = None
+        with torch.set_grad_enabled(self.runs_backward):
+            output = self.loss(self.model, batch)
+        for p, gradient in gradients:
+            p.grad = gradient
         # After a forward without backward, FSDP2 leaves the parameters of its outermost module gathered.
         for module in self.model.modules():
             if callable(reshard := getattr(module, "reshard", None)):

@@ -51,7 +51,8 @@ def verify(
     Args:
         batch: the whole rows, the same on all ranks that share them; with documents, if the run packs them.
         loss: `loss(model, batch)` shards rows of any length, runs forward, and returns the loss, or a `StepOutput` with
-            the positions of this rank's tokens too; without them, common layouts are tried. It runs no backward.
+            the positions of this rank's tokens too; without them, common layouts are tried. If it runs backward too,
+            as the step of `check_model`, every forward costs a step.
         reduce: reduces gradients after backward, if hooks of the model (FSDP2, DDP) do not.
         peers: global ranks that share the rows; by default all.
         causal: False if tokens see later ones.
@@ -66,7 +67,9 @@ def verify(
             result = output if isinstance(output, StepOutput) else StepOutput(output)
             if result.positions is not None:
                 proof.tokens = ShardTokens.of(batch, result.positions.flatten().cpu())
-            result.loss.backward()
+            runner = replace(runner, runs_backward=any(p.grad is not None for p in model.parameters()))
+            if not runner.runs_backward:
+                result.loss.backward()
         if reduce is not None:
             reduce(model)
         base.positions = None if proof.tokens is None else proof.tokens.positions
