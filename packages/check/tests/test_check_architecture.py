@@ -102,6 +102,25 @@ def test_text_parts_that_only_their_file_knows_are_built():
     assert model.config.num_attention_heads == 8 and logits(model, torch.zeros(1, 64).long()).shape == (1, 64, 64)
 
 
+def test_sizes_of_the_parts_of_a_config_fit_its_model(tmp_path):
+    def run(source):
+        model = new_model(tiny_config(load_config(source).get_text_config(decoder=True), 64))
+        return model.config, model(torch.zeros(1, 64).long(), use_cache=False)[0]
+
+    config, _ = run("dbrx")  # heads of keys in a part of the config
+    assert config.n_heads == 2 * config.attn_config.kv_n_heads
+    config, _ = run("zamba2")  # hybrid layers share weights
+    assert config.layer_types.count("hybrid") == 2
+    config, _ = run("pocket_tts")  # the model's width in a part, under another name
+    assert config.flow_head_config.condition_dim == config.hidden_size < 64
+    # Ids [B, T, 1 + C] and [B C, T] of codebooks.
+    assert run("kyutai_speech_to_text")[1].shape[:2] == (1, 64) and run("musicgen")[1].shape == (4, 64, 64)
+    # Heads of a layer, which have their own rotary part.
+    source = folder(tmp_path, model_type="dots3_note_text", use_dsa=False, num_hidden_layers=8)
+    mechanisms = mechanisms_of(tiny_config(load_config(source), 64), new_model, logits, 64)
+    assert all(mechanisms.values()) and set(mechanisms) >= {"rope by layer", "window", "latents"}
+
+
 STATES = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2", "kimi_linear", "olmo_hybrid")
 STATES += ("lfm2", "lfm2_moe", "qwen3_next", "qwen3_5_text")
 
@@ -179,6 +198,8 @@ def outcome(worlds, *argv) -> int:
 NOT_CHECKED = [
     (["mamba", "--ring", "2"], "linear_attention"),
     (["hubert"], "no token ids, but input_values"),
+    (["tvp"], "pixel_values"),
+    (["gemma4_assistant"], "keys of another model"),
     (["nothing"], "nothing"),
     (["llama", "--ring", "3", "--tokens", "2"], "tokens=2"),
     (["llama", "--ranks", "3"], "--ranks"),

@@ -64,7 +64,10 @@ DROPOUTS = ("dropout", "pdrop", "layerdrop", "jitter")
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
 """Rotary parameters that models have by default, though their configs do not."""
 GLM_SECTIONS = SECTIONS | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
-INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256} | {
+INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
     "indexer_compress_ratio": 4,
     "indexer_budget": 16,
 }
