@@ -13,22 +13,19 @@ mutate = SimpleNamespace(**runpy.run_path(str(ROOT / "scripts/mutate.py")))
 MUTATIONS = mutate.load(mutate.MUTATIONS)
 
 
-@cache
-def unchanged(path):
-    return ast.unparse(ast.parse(path.read_text()))
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_mutation_changes_one_place_and_names_existing_tests(mutation):
-    path = mutation.locate(ROOT)
-    changed = mutation.apply(path)
-    assert changed != unchanged(path)
-    compile(changed, path.name, "exec")
-    assert mutation.breaks
-    assert (ROOT / "packages" / mutation.package / "tests").is_dir()
-    for name in mutation.likely:
-        file, _, test = name.partition("::")
-        assert f"def {test or 'test'}" in (ROOT / file).read_text()
+def test_mutations_change_one_place_and_name_existing_tests():
+    unchanged = cache(lambda path: ast.unparse(ast.parse(path.read_text())))
+    text = cache(lambda name: (ROOT / name).read_text())
+    for mutation in MUTATIONS:
+        path = mutation.locate(ROOT)
+        changed = mutation.apply(path)
+        assert changed != unchanged(path), mutation.name
+        compile(changed, path.name, "exec")
+        assert mutation.breaks, mutation.name
+        assert (ROOT / "packages" / mutation.package / "tests").is_dir(), mutation.name
+        for name in mutation.likely:
+            file, _, test = name.partition("::")
+            assert f"def {test or 'test'}" in text(file), (mutation.name, name)
 
 
 def test_every_package_has_mutations():

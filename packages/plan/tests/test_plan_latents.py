@@ -180,20 +180,18 @@ def write_few(path):
 
 
 @pytest.mark.parametrize(
-    ("name", "axes"),
+    ("name", "axes", "policy"),
     [
-        ("ring", {"ring": 4}),
-        ("usp", {"ring": 2, "ulysses": 4}),
-        ("ulysses", {"ulysses": 8}),
-        ("all_gather", {"ring": 4}),
-        ("token_ring", {"ring": 2}),
-        ("upipe", {"ulysses": 8}),
-        ("upipe+ring", {"ring": 2, "ulysses": 4}),
+        # The formulas of all sequence methods are compared with their passes; these are the steps around them.
+        ("ring", {"ring": 4}, "none"),
+        ("token_ring", {"ring": 2}, "layer"),
+        ("usp", {"ring": 2, "ulysses": 4}, "layer"),
+        ("upipe", {"ulysses": 8}, "layer"),
+        ("upipe+ring", {"ring": 2, "ulysses": 4}, "none"),
     ],
 )
-def test_the_estimate_agrees_with_a_simulated_step(name, axes):
+def test_the_estimate_agrees_with_a_simulated_step(name, axes, policy):
     # Norms on the CPU save tensors that CUDA's do not: with small latents they are few.
     model = replace(MODEL, latent=replace(MLA, rank=128, query_rank=None))
-    for policy in ("none", "layer") if name != "upipe+ring" else ("none",):
-        job = replace(step_of(name, axes, model), checkpointing=Checkpointing(policy))
-        assert estimate(job).device == pytest.approx(simulate(job).device, rel=0.05), policy
+    job = replace(step_of(name, axes, model), checkpointing=Checkpointing(policy))
+    assert estimate(job).device == pytest.approx(simulate(job).device, rel=0.05)
