@@ -29,7 +29,7 @@ def save(path, rows=ROWS, column="input_ids", kind=None, **options):
     return path
 
 
-@pytest.mark.parametrize("kind", [None, "uint16", "int64"])
+@pytest.mark.parametrize("kind", [None, "uint8", "int16", "uint16", "int32", "uint32", "int64"])
 def test_each_row_is_a_document_of_any_type(tmp_path, kind):
     store = open_store(save(tmp_path / "saved", kind=kind))
     assert documents_of(store) == ROWS
@@ -143,6 +143,15 @@ def test_either_file_or_their_prefix_opens_both(tmp_path, name):
     write(tmp_path / ("v1.2" if name.startswith("v1.2") else "data"))
     assert is_store(tmp_path / name)
     assert documents_of(open_store(str(tmp_path / name))) == SEQUENCES
+
+
+def test_rows_have_the_documents_segments(tmp_path):
+    lengths = [30, 0, 5, 100]
+    memory = numbered(lengths)
+    sequences = [memory.read(i, 0, length).tolist() for i, length in enumerate(lengths)]
+    store = open_store(write(tmp_path / "data", sequences), ByteTokenizer())
+    memory.vocabulary = Vocabulary()
+    assert read_rows(single_rank_rows(store, 12), 0, 30) == read_rows(single_rank_rows(memory, 12), 0, 30)
 
 
 def test_modes_after_the_index_are_ignored(tmp_path):

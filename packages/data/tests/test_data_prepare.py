@@ -8,6 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from data_stores import write_files
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
@@ -57,6 +59,15 @@ def definition():
 # -- documents --------------------------------------------------------------------------------------------------------
 
 
+def test_text_files_of_a_folder_are_stored_byte_for_byte(tmp_path):
+    files = {"b.py": b"print(2)\n" * 20, "a.txt": b"caf\xe9 \xff\xfe", "c__d.py": b"3", "e.md": "漢".encode()}
+    left_out = {"picture.png": b"\x89PNG\0", "empty.py": b"", ".hidden": b"h", ".git__config": b"g"}
+    write_files(tmp_path / "code", **files, **left_out)
+    header = prepare_header(tmp_path / "code", output=tmp_path / "store")
+    assert texts_of(tmp_path / "store") == [files["a.txt"], files["b.py"], files["c__d.py"], files["e.md"]]
+    assert (header.summary["binary"], header.summary["replaced"], header.summary["skipped"]) == (1, 0, 0)
+
+
 def as_text(folder):
     return [write_files(folder, **{f"{i}.txt": text.encode()}) / f"{i}.txt" for i, text in enumerate(TEXTS)]
 
@@ -88,6 +99,12 @@ def as_a_mixture(folder):
     return [*as_text(folder)[:3], parquet, jsonl(folder / "more" / "b.ndjson", TEXTS[5:]).parent]
 
 
+def test_field_and_format_are_options(tmp_path):
+    lines = jsonl(tmp_path / "lines.data", ["a", "b"], field="body")
+    prepare_header(lines, output=tmp_path / "deep" / "er" / "store", format="jsonl", text_field="body")
+    assert texts_of(tmp_path / "deep" / "er" / "store") == [b"a", b"b"]
+
+
 @pytest.mark.parametrize("make", [as_text, as_jsonl, as_packed_jsonl, as_parquet, as_dataset, as_a_mixture])
 def test_every_kind_of_file_gives_its_documents_in_order(tmp_path, make):
     (tmp_path / "input").mkdir()
@@ -95,6 +112,16 @@ def test_every_kind_of_file_gives_its_documents_in_order(tmp_path, make):
     header = prepare_header(*make(tmp_path / "input"), output=tmp_path / "store", **options)
     assert texts_of(tmp_path / "store") == [text.encode() for text in TEXTS]
     assert header.documents == len(TEXTS) and header.summary["documents"] == len(TEXTS)
+
+
+@given(texts=st.lists(st.text(max_size=30) | st.just("long " * 40), min_size=1, max_size=10), size=st.integers(1, 300))
+@settings(max_examples=8, deadline=None)
+def test_documents_do_not_depend_on_chunk_size(tmp_path_factory, texts, size):
+    folder = tmp_path_factory.mktemp("any")
+    texts = [text.encode("utf-8", "ignore").decode() for text in [*texts, "at least one"]]
+    header = prepare_header(jsonl(folder / "a.jsonl", texts), output=folder / "store", chunk_bytes=size)
+    assert texts_of(folder / "store") == [text.encode() for text in texts if text]
+    assert header.summary["empty"] == texts.count("")
 
 
 def test_document_of_one_byte_gives_a_store_of_two_tokens(tmp_path):
@@ -167,6 +194,12 @@ def test_bpe_is_trained_on_the_input_and_decodes_its_text(tmp_path):
     assert len(documents[4]) < len(TEXTS[4])  # because pairs were merged
 
 
+def test_a_store_of_bytes_has_the_tokenizer_of_bytes(tmp_path):
+    header = prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
+    assert tokenizer_in(tmp_path / "store").identity == header.vocabulary.tokenizer == "bytes"
+    assert open_store(tmp_path / "store", tokenizer_in(tmp_path / "store")).vocabulary == header.vocabulary
+
+
 def test_replaced_store_has_the_new_tokenizer(tmp_path, definition):
     (tmp_path / "given.json").write_bytes(definition)
     lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
@@ -213,6 +246,21 @@ def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path, definition):
 
     with pytest.raises(ValueError, match=r"^b: .*--invalid skip"):
         prepare_header(source, output=tmp_path / "refused", invalid="refuse", **options)
+
+
+@pytest.mark.parametrize("invalid", ["refuse", "replace"])
+def test_broken_line_is_refused_by_its_byte_and_can_be_fixed(tmp_path, invalid):
+    lines = [b'{"text": "first document"}\n', b'{"text": "second"}\n', b'{"text": brok}\n', b'{"text": "last"}\n']
+    path = write_files(tmp_path, **{"a.jsonl": b"".join(lines)}) / "a.jsonl"
+    options = {"output": tmp_path / "store", "chunk_bytes": 20, "invalid": invalid}
+    place = len(lines[0]) + len(lines[1])
+    message = rf"^a\.jsonl:byte {place}: .*--invalid skip"
+    with pytest.raises(ValueError, match=message):
+        prepare_header(path, **options)
+    assert os.listdir(tmp_path) == ["a.jsonl"]
+    path.write_bytes(path.read_bytes().replace(b"brok", b'"mended"'))
+    prepare_header(path, **options)
+    assert texts_of(tmp_path / "store") == [b"first document", b"second", b"mended", b"last"]
 
 
 def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import time
 from functools import partial
 from itertools import count, islice
@@ -22,6 +23,7 @@ from armillary.data.prepare import Preparation, preparation, prepare, sources
 from armillary.data.prepare.encode import map_in_order
 
 TEXTS = [f"document {number} " * (number % 5 + 1) for number in range(40)]
+BROKEN = '{"text": broken}\n'
 fork = multiprocessing.get_context("fork")  # a new process that need not import torch
 
 
@@ -93,9 +95,8 @@ def test_interrupts_and_errors_leave_nothing_and_keep_the_store_to_replace(lines
 
 def test_the_remains_of_a_killed_run_are_no_store_and_are_removed(lines, reference, tmp_path):
     plan = planned(lines, tmp_path / "store")
-    (tmp_path / "store.old").mkdir()  # another folder with a similar name
     assert run(lambda: prepare(plan, 1, lambda now: now.tokens and os.kill(os.getpid(), signal.SIGKILL))) < 0
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store.lock", "store.old", "store.partial"]
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store.lock", "store.partial"]
     with pytest.raises(ValueError, match=r"store .*store\.partial"):
         open_store(plan.output)
     assert is_store(plan.output)  # so that it is chosen, and opening it says how to finish it
@@ -105,7 +106,7 @@ def test_the_remains_of_a_killed_run_are_no_store_and_are_removed(lines, referen
     assert run(lambda: prepare(other, 1, lambda now: now.tokens and os.kill(os.getpid(), signal.SIGKILL))) < 0
     prepare(plan, 1)
     assert files_of(plan.output) == reference
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store", "store.old"]
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference", "store"]
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------
@@ -207,6 +208,15 @@ def test_a_killed_worker_raises_and_leaves_nothing(lines, reference, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference"]
 
 
+def test_worker_error_has_the_workers_traceback(lines, tmp_path):
+    with lines.open("a") as file:
+        file.write(BROKEN)
+    with pytest.raises(ValueError, match=r"a\.jsonl:byte \d+: ") as caught:
+        prepare(planned(lines, tmp_path / "store"), 2)
+    assert "in _batches" in str(caught.value.__cause__)
+    assert not (tmp_path / "store.lock").exists()
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_results_are_in_the_order_of_the_items(workers):
     assert list(map_in_order(neg, range(50), workers)) == [-number for number in range(50)]
@@ -234,6 +244,40 @@ def test_at_most_two_items_per_worker_are_in_progress():
 
 
 # -- disks ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_nothing(lines, reference, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=28k", "tmpfs", str(disk)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk takes root")
+    try:
+        plan = planned(lines, disk / "store")
+        with pytest.raises(OSError, match=rf"{plan.output}: No space left on device"):
+            fill(disk, plan)
+        assert os.listdir(disk) == ["filler"]
+        (disk / "filler").unlink()
+        prepare(plan, 1)
+        assert files_of(plan.output) == reference
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+def fill(disk, plan):
+    """Prepares, and fills the disk after some parts."""
+    calls = count()
+
+    def report(now):
+        if next(calls) == 5:
+            with (disk / "filler").open("wb", buffering=0) as filler:
+                try:
+                    while True:
+                        filler.write(bytes(4096))
+                except OSError:
+                    pass
+
+    prepare(plan, 1, report)
 
 
 @pytest.mark.parametrize("limit", [0, 1500])
@@ -292,6 +336,16 @@ def test_second_process_is_refused_and_the_first_completes(lines, reference, tmp
 
 
 # -- foreign files and changing input ---------------------------------------------------------------------------------
+
+
+def test_files_with_similar_names_beside_the_output_stay(lines, tmp_path):
+    for name in ("store.older", "store.old", "older"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("precious")
+    for overwrite in (False, True):
+        prepare(planned(lines, tmp_path / "store", overwrite=overwrite), 1)
+    assert {(tmp_path / name / "mine").read_text() for name in ("store.older", "store.old", "older")} == {"precious"}
+    assert sum(verify_folder(tmp_path / "store")) > 0
 
 
 def test_input_that_changes_during_reading_is_refused(lines, tmp_path):

@@ -150,6 +150,11 @@ def test_a_broken_record_is_reported_and_the_next_one_is_read(tmp_path, line, re
     assert following == Document(f"a.jsonl:byte {len(line) + 1}", b"next")
 
 
+def test_text_field_is_an_option(tmp_path):
+    write_files(tmp_path, **{"a.jsonl": b'{"content": "a"}'})
+    assert texts_of(read(tmp_path, text_field="content")) == ["a"]
+
+
 # -- Parquet and saved datasets ---------------------------------------------------------------------------------------
 
 

@@ -167,6 +167,13 @@ def test_a_store_without_hashes_is_split_by_numbers():
     assert sides[0][0] | sides[0][1] == set(range(400))
 
 
+def test_a_part_is_split_as_its_documents_were():
+    store = stored([b"text %d" % i for i in range(400)])
+    keep = np.arange(400) % 3 == 0
+    for part, side in zip(store.select(keep).split(0.3), store.split(0.3), strict=True):
+        assert set(texts(part)) < set(texts(side))
+
+
 def test_a_single_document_gives_its_tail():
     train, validation = numbered([100]).split()
     assert train.read(0, 0, 95).tolist() == list(range(95))

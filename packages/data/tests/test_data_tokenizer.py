@@ -140,6 +140,7 @@ def test_byte_level_text_is_decoded_exactly(name, text):
     "words, kind, array",
     [
         (256, torch.uint8, "uint8"),
+        (257, torch.int16, "uint16"),
         (2**15, torch.int16, "uint16"),
         (2**15 + 1, torch.int32, "uint16"),
         (2**16 + 1, torch.int32, "uint32"),
@@ -267,6 +268,14 @@ def test_little_text_gives_fewer_tokens_than_requested():
     bare, small = train_bpe(iter([]), 257), train_bpe(iter(["ab ab"]), 1000)
     assert (bare.vocab_size, small.vocab_size) == (257, 258)
     assert small.encode("ab").tolist() == [257]
+
+
+@given(st.text() | st.binary().map(lambda data: data.decode("latin-1")))
+@settings(deadline=None, max_examples=25)
+def test_text_absent_from_training_has_tokens(text):
+    tokenizer = train_bpe(iter([]), 257)
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode(text)) == len(ByteTokenizer().encode(text))
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
