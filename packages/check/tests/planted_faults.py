@@ -88,8 +88,8 @@ class LastWindowInBackward(torch.autograd.Function):
         return *torch.autograd.grad(out, (q, k, v), dout), None, None, None, None
 
 
-def attention_with_sinks(q, k, v, mask, sinks):
-    scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~mask, -torch.inf)
+def attention_with_sinks(q, k, v, mask, sinks, biases):
+    scores = (q @ k.mT / q.shape[-1] ** 0.5 + biases).masked_fill(~mask, -torch.inf)
     scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
     return scores.softmax(-1)[..., :-1] @ v
 
@@ -99,7 +99,9 @@ class Attention(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(EMBED, 3 * EMBED), nn.Linear(EMBED, EMBED)
         self.layer, self.state, self.window = layer, state, WINDOWS[layer]
-        self.sinks = nn.Parameter(torch.randn(HEADS)) if sinks else None
+        self.sinks, self.distances = None, None
+        if sinks:
+            self.sinks, self.distances = nn.Parameter(torch.randn(HEADS)), nn.Embedding(8, HEADS)
 
     def forward(self, x):
         context = self.state.context
@@ -116,7 +118,11 @@ class Attention(nn.Module):
         elif context.fault == "shared mask in backward":
             out = LastWindowInBackward.apply(q, k, v, context, keys, window, self.state)
         elif self.sinks is not None and context.fault != "sinks":
-            out = attention_with_sinks(q, k, v, visible(context, keys, window), self.sinks)
+            biases = self.distances((context.positions[:, None] - keys).clamp(0, 7)).permute(2, 0, 1)
+            sinks, on_second_rank = self.sinks, dist.get_rank() == 1
+            sinks = sinks * 0 if context.fault == "sinks of a rank" and on_second_rank else sinks
+            biases = biases * 0 if context.fault == "biases of a rank" and on_second_rank else biases
+            out = attention_with_sinks(q, k, v, visible(context, keys, window), sinks, biases)
         else:
             out = F.scaled_dot_product_attention(q, k, v, visible(context, keys, window))
         return self.out(out.transpose(1, 2).flatten(2))

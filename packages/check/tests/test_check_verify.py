@@ -66,6 +66,8 @@ PROBED = {
     "averaged": {"loss along the gradient"},
     "loss averaged": {"loss"},
     "shared mask in backward": {"loss along the gradient"},
+    "sinks of a rank": {"sinks and biases"},
+    "biases of a rank": {"sinks and biases"},
 }
 
 
@@ -76,7 +78,8 @@ def step_with_reduction(model, batch, fault):
 
 
 def probed(fault, documents, runs_backward=False):
-    model, batch = new_model(convolution=True), new_batch(documents=documents)
+    sinks = "of a rank" in fault or runs_backward or documents is not None
+    model, batch = new_model(convolution=True, sinks=sinks), new_batch(documents=documents)
     before, random_state = [x.clone() for x in model.parameters()], torch.get_rng_state()
     loss = step_with_reduction if runs_backward else partial(step, backward=False)
     report = verify(

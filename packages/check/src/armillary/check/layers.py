@@ -18,6 +18,8 @@ KNOWN_MASKS = ("full_attention", "sliding_attention", None)
 """Layer types of a configuration whose masks are known."""
 FADING = re.compile("mamba|ssm|delta|recurrent|linearattention|kda|state", re.I)
 """Matches class names of layers with a state, in which tokens fade."""
+CHOICE = re.compile("expert|moe|router", re.I)
+"""Matches names of modules that choose experts: outputs and loss jump where a choice changes."""
 
 
 @dataclass(frozen=True)

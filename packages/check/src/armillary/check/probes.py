@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,9 +13,10 @@ from armillary.check.compare import MODEL_LIMITS
 from armillary.check.diagnose import Mistake
 from armillary.check.facts import Fact, Observation, Verdict, VerifyReport, judge, tolerance
 from armillary.check.forwards import Forward, Loss, Runner, gathered, undisturbed
-from armillary.check.layers import layer_kinds
+from armillary.check.layers import CHOICE, layer_kinds
 from armillary.check.observe import Proof, ShardTokens, trainable
 from armillary.check.reach import attention_facts
+from armillary.check.scores import bias_fact
 from armillary.check.step import FINGERPRINT, CheckBatch, Reduce, StepOutput
 
 NOISE_FACTOR, MOST_NOISE = 6.0, 0.3
@@ -26,8 +26,6 @@ STEP_SIZES = (0.01, 0.001)
 """Relative changes of the loss by which weights move along the gradient; the second if the first shows curvature."""
 LOSS_LIMIT, CURVED, ROUGH = 0.003, 0.03, 0.3
 """Largest relative error of the loss's change; of its change in half the step; and of a loss that jumps."""
-CHOICE = re.compile("expert|moe|router", re.I)
-"""Matches names of modules that choose experts: the loss jumps where a choice changes, which no gradient shows."""
 
 
 def verify(
@@ -43,7 +41,8 @@ def verify(
 
     The facts of `verifying`, from one forward and backward, and those of 9 more forwards, or 13 if the loss is curved:
     attention crosses shards, and stays within documents, windows and the past; a prefix has the same outputs in shorter
-    rows, whose shards end elsewhere; the loss changes along the measured gradient as it should.
+    rows, whose shards end elsewhere; the loss changes along the measured gradient as it should. A further forward for
+    each kind of sinks and biases, which must reach all ranks.
 
     Gradients, buffers, random numbers and modes are restored, and weights from a copy of this rank's. A model with
     dropout is in evaluation mode meanwhile. Every rank of the world must call it.
@@ -77,11 +76,13 @@ def verify(
         # 2. Forwards with one change each.
         with torch.no_grad():
             dtype = max((x.dtype for x in observations), key=tolerance)
+            coarse = tolerance(dtype) > tolerance(torch.float32)
+            # The same forward again: changes by another order of sums count as none.
+            noise = runner.run(batch)
             facts = (
                 *judge(observations),
-                *attention_facts(
-                    runner, batch, kinds, base, causal, coarse=tolerance(dtype) > tolerance(torch.float32)
-                ),
+                *attention_facts(runner, batch, kinds, base, noise, causal, coarse),
+                bias_fact(runner, batch, base, noise, coarse),
                 _prefix(runner, batch, base, causal, dtype),
                 _loss_along_gradient(runner, batch, result.loss.detach(), observations),
             )

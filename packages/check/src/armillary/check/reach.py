@@ -32,12 +32,18 @@ HIDDEN = {
 
 
 def attention_facts(
-    runner: Runner, batch: CheckBatch, kinds: dict[str, LayerKind], base: Forward, causal: bool, coarse: bool
+    runner: Runner,
+    batch: CheckBatch,
+    kinds: dict[str, LayerKind],
+    base: Forward,
+    noise: Forward,
+    causal: bool,
+    coarse: bool,
 ) -> tuple[Fact, ...]:
-    """Returns whether attention crosses shards, and stays within documents, the past and windows; three forwards.
+    """Returns whether attention crosses shards, and stays within documents, the past and windows; two forwards.
 
     Args:
-        base: the forward without a change.
+        base: the forward without a change; noise: the same again.
         coarse: True if anything is computed in 16 bits.
     """
     local, length, edges = base.positions, batch.ids.shape[1], None
@@ -59,17 +65,14 @@ def attention_facts(
     start, first, last, end = edges
     inside, several = (local >= start) & (local < end), end - start < length
     cut = first - min(NEAR, (first - start) // 2)
-    # 1. The forward again: changes by another order of sums count as none.
-    noise = runner.run(batch)
-    # 2. The document's tokens before its first edge change, but for the last ones before it.
+    # 1. The document's tokens before its first edge change, but for the last ones before it.
     first_part = runner.run(batch, changed=inside & (local < cut), originals=base.outputs, positions=local)
-    # 3. All other documents change, and in causal models this one after its last edge.
+    # 2. All other documents change, and in causal models this one after its last edge.
     later = local >= last if causal else torch.zeros_like(inside)
     other_part = runner.run(batch, changed=~inside | later, originals=base.outputs, positions=local)
     reaches = dict[str, dict[str, Any]]()
     for name, original in base.outputs.items():
-        limit = _rounding(original) + 4 * _changes(noise.outputs[name], original).max()
-        ahead, back = (_changes(x.outputs[name], original) > limit for x in (first_part, other_part))
+        ahead, back = (changed_tokens(x.outputs[name], original, noise.outputs[name]) for x in (first_part, other_part))
         window = kinds[name].window or length
         beyond = inside & (local >= first) & (local >= cut + window)
         # By fact, the tokens that see none of the changed ones: of the forward with the first tokens, and of the other.
@@ -83,7 +86,7 @@ def attention_facts(
         near = inside & (local >= cut) & (local < first)
         reaches[name] = {
             "near": [bool(ahead[near].any())] if near.any() else [],
-            "pieces": [(int(local[run[0]]), bool(ahead[run].any())) for run in _runs(visible, local)],
+            "pieces": [(int(local[run[0]]), bool(ahead[run].any())) for run in runs_of(visible, local)],
         } | {
             key: int((ahead & x).sum() + (back & y).sum()) if (x | y).any() else None for key, (x, y) in hidden.items()
         }
@@ -137,11 +140,17 @@ def _edges(shards: Sequence[Any], length: int, documents: tuple[int, ...] | None
     return (start, inner[0], inner[-1], end) if inner else None
 
 
-def _runs(tokens: Tensor, positions: Tensor) -> Sequence[Tensor]:
+def runs_of(tokens: Tensor, positions: Tensor) -> Sequence[Tensor]:
     """Returns local indices of the tokens, split into runs of neighbouring positions."""
     indices = tokens.nonzero().flatten()
     cuts = (positions[indices].diff() != 1).nonzero().flatten() + 1
     return indices.tensor_split(cuts) if len(indices) else ()
+
+
+def changed_tokens(x: Tensor, original: Tensor, noise: Tensor) -> Tensor:
+    """Returns True for tokens whose output changes by more than rounding, or than another order of sums, [T]."""
+    # A change to NaN is one.
+    return ~(_changes(x, original) <= _rounding(original) + 4 * _changes(noise, original).max())
 
 
 def _changes(x: Tensor, original: Tensor) -> Tensor:
