@@ -125,7 +125,6 @@ def test_probes_of_a_sharded_model_raise_no_alarm(worlds):
     sizes = {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
     report, has_gradients = worlds(2).run(probed, "gemma3_text", sizes)[1]
     verdicts = {x["name"]: x["verdict"] for x in report["facts"]}
-    # No parameter is replicated; rows have several documents; no sinks, no softcaps.
     # No parameter is replicated, none is of scores, and rows have several documents.
     not_observed = {"equal gradients", "no look-ahead", "sinks and biases"}
     assert {name for name, verdict in verdicts.items() if verdict != "right"} == not_observed, json.dumps(
@@ -178,7 +177,7 @@ def test_ranks_with_other_rows_run_the_same_probes(worlds):
     reports = worlds(4).run(probed_beside_other_rows)
     assert all(report == reports[0] for report in reports)
     verdicts = {x["name"]: x["verdict"] for x in reports[0]["facts"]}
-    probes = {"attention across shards", "documents", "no look-ahead", "windows", "sinks and biases", "softcaps"}
+    probes = {"attention across shards", "documents", "no look-ahead", "windows", "sinks and biases"}
     assert {name for name, verdict in verdicts.items() if verdict != "right"} == probes, json.dumps(
         reports[0], indent=1
     )
