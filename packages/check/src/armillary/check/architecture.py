@@ -80,7 +80,7 @@ def check_architecture(
             _whole_logits(model, torch.zeros(1, tokens, dtype=torch.long))
     except Exception as error:  # any other error shows on the ranks
         if "None" in str(error):  # an input with the default None, such as pixels, is needed
-            takes = ", ".join(inputs[:3])
+            takes = ", ".join(inputs[1:4])
             raise Refused(f"{source} takes {takes}, ..., and does not run on token ids alone: {error}") from error
     # Another config of a model type may have more kinds of layers than its defaults.
     other_layers = set[type]() if Path(source).exists() else missing_layers(model)

@@ -51,7 +51,7 @@ AT_MOST: Mapping[str, int] = {
         2,
     ),
     **dict.fromkeys(("n_groups", "mamba_n_groups", "mamba_ngroups", "num_expert_group"), 2),
-    **dict.fromkeys(("moe_top_k", "upsample_groups"), 2),
+    **dict.fromkeys(("moe_top_k", "upsample_groups", "num_filters"), 2),
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 8),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 16),
     **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), HEAD_DIM),
