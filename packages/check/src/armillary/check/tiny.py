@@ -153,7 +153,7 @@ def tiny_config(config: Any, tokens: int) -> Any:
     changes |= _layers(sizes, changes)
     # 3. Parts of the model.
     new_parts = {name: x | {field: changes[field] for field in x if field in changes} for name, x in settings.items()}
-    for name in parts.keys() - settings:
+    for name in [name for name in parts if name not in settings]:
         with suppress(ValueError):  # a part whose sizes depend on each other keeps them, if it is small enough
             new_parts[name] = tiny_config(parts[name], tokens).to_dict()
     _tie_widths([(sizes, changes), *((parts[name].to_dict(), new) for name, new in new_parts.items())])
