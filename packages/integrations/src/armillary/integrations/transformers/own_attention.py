@@ -118,9 +118,6 @@ class Scores:
             raise self.call.error(f"computes with its scores ({name})")
         return getattr(self, SYNONYMS[name])
 
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise self.call.error("takes a part of its scores")
-
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         scores = next(x for x in args if isinstance(x, cls))
@@ -131,14 +128,13 @@ class Scores:
     # 1. Before softmax: the scale and the mask.
 
     def __mul__(self, factor: Any) -> Scores:
-        # A parameter would lose its gradient; after the mask, a negative factor would show what is hidden.
-        is_number = isinstance(factor, (int, float)) or (factor.numel() == 1 and not factor.requires_grad)
-        if self.weights or not is_number or not float(factor) > 0:
+        # After the mask, a negative factor would show what is hidden.
+        if self.weights or not _is_number(factor) or not float(factor) > 0:
             raise self.call.error("multiplies its scores by other than one positive number")
         return replace(self, scale=self.scale * float(factor))
 
     def __truediv__(self, divisor: Any) -> Scores:
-        return self * (1 / divisor)
+        return self * (1 / divisor if _is_number(divisor) else divisor)
 
     def __add__(self, mask: Any) -> Scores:
         if not isinstance(mask, ShardMask) or self.mask is not None or self.weights:
@@ -148,9 +144,9 @@ class Scores:
             raise self.call.error(f"has scores {tuple(self.shape)} of {batch} rows")
         return replace(self, mask=mask, batch=batch)
 
-    def max(self, other: Any) -> Scores:
+    def max(self, other: Any = None, *_: Any, **__: Any) -> Scores:
         # Nothing is below the lowest number (XGLM).
-        if self.weights or other.numel() != 1 or float(other) > torch.finfo(self.dtype).min:
+        if self.weights or not _is_number(other) or float(other) > torch.finfo(self.dtype).min:
             raise self.call.error("clamps its scores")
         return self
 
@@ -200,7 +196,16 @@ class Scores:
     def device(self) -> torch.device:
         return self.query.device
 
-    __radd__, __matmul__ = __add__, matmul
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise self.call.error("computes with its scores")
+
+    __radd__, __rmul__, __matmul__ = __add__, __mul__, matmul
+    __getitem__ = __neg__ = __abs__ = __sub__ = __rsub__ = __pow__ = __rtruediv__ = _refuse
+
+
+def _is_number(x: Any) -> bool:
+    """Returns True for a number, or a tensor of one, which is no parameter: that would lose its gradient."""
+    return isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1 and not x.requires_grad)
 
 
 def _without_scores(output: Any) -> Any:
