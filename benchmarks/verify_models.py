@@ -129,7 +129,7 @@ def new_model(case: Case, axes: Any) -> nn.Module:
     config = tiny_config(load_config(case.model_type).get_text_config(decoder=True), TOKENS)
     if getattr(config, "sliding_window", None):
         config.sliding_window = WINDOW  # ends inside documents
-    model = model_class(config).from_config(config, attn_implementation="eager")
+    model = model_class(config)._from_config(config, attn_implementation="eager")
     if case.variant == "bfloat16":
         model.bfloat16()
     elif case.variant == "lora":
