@@ -28,6 +28,7 @@ from armillary.train import (
 from armillary.train.config import check_config
 from armillary.train.step import train_step
 
+NOT = "not observed"
 TEXT = (Path(armillary.train.__file__).parent,)
 CONFIG = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),
@@ -50,19 +51,45 @@ def trainer_events(folder, parallel, **train_options):
 def test_the_trainer_verifies_its_steps(worlds, tmp_path, parallel, options):
     events = worlds(4).run(trainer_events, tmp_path, parallel, **options)[0]
     assert [x["step"] for x in events] == [1, 2]
-    for event in events:
-        facts = dict(line.split(": ", 1) for line in event["text"].splitlines())
-        head = "not observed" if parallel.tp > 1 else "right"
-        assert {name: fact.split(":")[0] for name, fact in facts.items()} == {
-            "share of tokens": "right",
-            "positions": "right",
-            "labels": head,
-            "loss": head,
-            "equal gradients": "right" if parallel.tp > 1 else "not observed",
-            "gradient of the head": head,
-            "parameters in use": "right",
-            "windows and softcaps of calls": "right",
-        }, event["text"]
+    head = "not observed" if parallel.tp > 1 else "right"
+    observed = {
+        "share of tokens": "right",
+        "positions": "right",
+        "labels": head,
+        "loss": head,
+        "equal gradients": "right" if parallel.tp > 1 else "not observed",
+        "gradient of the head": head,
+        "parameters in use": "right",
+        "windows and softcaps of calls": "right",
+    }
+    verdicts = [
+        {name: fact.split(":")[0] for name, fact in (line.split(": ", 1) for line in event["text"].splitlines())}
+        for event in events
+    ]
+    assert verdicts[1] == observed, events[1]["text"]
+    # Probes of a prefix before the first step. Layers under tensor parallelism have a part of a rank's tokens.
+    probes = ("attention across shards", "no look-ahead", "same prefix in shorter rows", "loss along the gradient")
+    not_observed = dict.fromkeys(("documents", "windows", "sinks and biases"), NOT)
+    assert verdicts[0] == observed | dict.fromkeys(probes, head) | not_observed, events[0]["text"]
+
+
+def losses(verify_every, sequence_length):
+    options = TrainConfig(steps=3, device="cpu")
+    rows = DataConfig(path=TEXT, sequence_length=sequence_length, global_batch_size=4)
+    check = CheckConfig(verify_every=verify_every)
+    config = replace(CONFIG, parallel=ParallelConfig(ring=2, zero_stage=1), train=options, data=rows, check=check)
+    with process_group(config) as device:
+        run = prepare(config, device)
+        random_state, results = torch.get_rng_state(), [train_step(run, i, [next(run.training)]) for i in (1, 2, 3)]
+        assert torch.equal(torch.get_rng_state(), random_state)
+    return [(x.loss, x.grad_norm) for x in results], str(results[0].report)
+
+
+def test_a_verified_run_has_the_same_losses_bit_by_bit(worlds):
+    (verified, report), (plain, _) = (worlds(2).run(losses, every, 128)[0] for every in (1, None))
+    assert verified == plain and "attention across shards: right" in report
+    _, report = worlds(2).run(losses, 1, 16)[0]
+    assert "probes: not observed: they cost more than a step" in report
 
 
 def test_a_run_without_the_package_is_refused(monkeypatch):

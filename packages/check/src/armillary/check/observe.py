@@ -335,11 +335,6 @@ class Proof:
 verifying = Proof
 
 
-def observe_shard(model: nn.Module, *, peers: Sequence[int], **tokens: Any) -> Proof:
-    """Returns the observation of a step of one shard. `tokens` are the fields of `ShardTokens`."""
-    return Proof(model, ShardTokens(**tokens), peers=peers)
-
-
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns the parameters with gradients, by name without the parts that wrappers add."""
     return [(WRAPPERS.sub("", name), p) for name, p in model.named_parameters() if p.requires_grad]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,13 +57,32 @@ def verify(
         peers: global ranks that share the rows; by default all.
         causal: False if tokens see later ones.
     """
+    observed, probed = probe(model, batch, loss, reduce=reduce, peers=peers, causal=causal)
+    return VerifyReport(observed + probed)
+
+
+def probe(
+    model: nn.Module,
+    batch: CheckBatch,
+    loss: Callable[..., Tensor | StepOutput],
+    *,
+    head: Callable[..., Any] | None = None,
+    reduce: Reduce | None = None,
+    peers: Sequence[int] | None = None,
+    causal: bool = True,
+) -> tuple[tuple[Fact, ...], tuple[Fact, ...]]:
+    """Returns the facts of one step, and those of further forwards. Arguments as in `verify`.
+
+    Args:
+        head: the head function of a loss without logits. The step calls `loss(model, batch, head)` with it, observed.
+    """
     kinds = layer_kinds(model)
     ranks = tuple(range(dist.get_world_size())) if peers is None else tuple(peers)
     runner = Runner(model, loss, ranks, {name: kind.layer for name, kind in kinds.items()})
     with undisturbed(model):
         # 1. One step, observed, which is also the forward that others are compared with.
         with Proof(model, batch, peers=ranks) as proof, Forward(model, batch, ranks, runner.layers) as base:
-            output = loss(model, batch)
+            output = loss(model, batch) if head is None else loss(model, batch, proof.head(head))
             result = output if isinstance(output, StepOutput) else StepOutput(output)
             if result.positions is not None:
                 proof.tokens = ShardTokens.of(batch, result.positions.flatten().cpu())
@@ -72,6 +92,9 @@ def verify(
         if reduce is not None:
             reduce(model)
         base.positions = None if proof.tokens is None else proof.tokens.positions
+        # Layers under tensor parallelism may have a part of the rank's tokens.
+        tokens = 0 if base.positions is None else len(base.positions)
+        base.outputs = {name: x for name, x in base.outputs.items() if x.shape[1] == tokens}
         observations = proof.gather(result.loss.detach())
         # 2. Forwards with one change each.
         with torch.no_grad():
@@ -79,14 +102,13 @@ def verify(
             coarse = tolerance(dtype) > tolerance(torch.float32)
             # The same forward again: changes by another order of sums count as none.
             noise = runner.run(batch)
-            facts = (
-                *judge(observations),
+            probed = (
                 *attention_facts(runner, batch, kinds, base, noise, causal, coarse),
                 bias_fact(runner, batch, base, noise, coarse),
                 _prefix(runner, batch, base, causal, dtype),
                 _loss_along_gradient(runner, batch, result.loss.detach(), observations),
             )
-    return VerifyReport(facts)
+    return judge(observations), probed
 
 
 def _prefix(runner: Runner, batch: CheckBatch, base: Forward, causal: bool, dtype: torch.dtype) -> Fact:
@@ -103,7 +125,8 @@ def _prefix(runner: Runner, batch: CheckBatch, base: Forward, causal: bool, dtyp
     except ValueError as error:  # of a library whose lengths are limited, on every rank
         return Fact(name, Verdict.NOT_OBSERVED, f"{length} tokens were refused: {error}")
     groups = list(runner.of_peers([(x.positions, x.last) for x in forwards]).values())
-    if any(x is None for ranks in groups for forwards_of_rank in ranks for pair in forwards_of_rank for x in pair):
+    pairs = [pair for ranks in groups for forwards_of_rank in ranks for pair in forwards_of_rank]
+    if any(positions is None or last is None or len(positions) != len(last) for positions, last in pairs):
         return Fact(name, Verdict.NOT_OBSERVED, "the outputs or the positions of their tokens are unknown")
     errors, limit = list[Tensor](), MODEL_LIMITS[dtype]
     for ranks in groups:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import observe_shard
+from armillary.attention.parts import observe_shard, over_all_ranks
 from armillary.core import Axis, clip_gradients, to_device
 from armillary.data import Batch, Batches
 from armillary.data.parts import Documents, Parents
@@ -90,7 +90,7 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     label_count = label_count.where(label_count > 0, 1)  # a batch of padding has loss 0, not 0 / 0
     # 2. Forward and backward. Autograd adds gradients over micro-batches, FSDP2's reduce-scatter adds them over ranks.
     losses = list[Tensor]()
-    proof = observe(run, step, batches[0], label_count)
+    proof = observe(run, step, batches, label_count)
     head = linear_token_loss if proof is None else proof.head(linear_token_loss)
     with proof or nullcontext():
         for i, batch in enumerate(batches):
@@ -111,19 +111,45 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     return result
 
 
-def observe(run: Run, step: int, batch: Batch, label_count: Tensor) -> Any:
+def observe(run: Run, step: int, batches: list[Batch], label_count: Tensor) -> Any:
     """Returns armillary-check's observation of a step by its first micro-batch; None in steps that are not verified.
 
-    The first step of a start is verified, and every `check.verify_every` steps. Rows of trees are not: their tokens
-    have several labels.
+    The first step of a start is verified, and every `check.verify_every` steps. Before the first one, probes run on a
+    prefix of a row, if they cost less than a step. Rows of trees are not verified: their tokens have several labels.
     """
-    every = run.config.check.verify_every
+    every, batch = run.config.check.verify_every, batches[0]
     if every is None or not isinstance(batch.labels, Tensor) or (run.verified and step % every):
         return None
-    run.verified = True
     tokens = {"ids": batch.tokens, "labels": batch.labels, "position_ids": batch.positions}
     method = next(x for module in run.model.modules() if isinstance(x := getattr(module, "attention", None), Method))
-    return observe_shard(run.model, method, batch.layout, **tokens, labelled=int(label_count))
+    proof = observe_shard(run.model, method, batch.layout, **tokens, labelled=int(label_count))
+    # Layers with a state may have shards of their own, where the probes would look for other tokens.
+    if not run.verified and not run.config.parallel.contiguous_states:
+        proof.probe(
+            partial(probe_loss, run, method),
+            linear_token_loss,
+            documents=batch.documents[0] if run.config.data.documents else None,
+            step_tokens=len(batch.tokens) * batch.layout.length * len(batches),
+            unit=2 * method.shards * run.config.parallel.tp,
+        )
+    run.verified = True
+    return proof
+
+
+def probe_loss(run: Run, method: Method, rows: Any, head: Callable[..., Any]) -> tuple[Tensor, Tensor]:
+    """Returns this rank's share of the mean loss of an `armillary.check.CheckBatch`, and its tokens' positions [T]."""
+    if run.config.parallel.zero_stage == 1:
+        begin_micro_batch(run.model, last=True)
+    data, length = run.config.data, rows.ids.shape[1]
+    documents: Documents = (rows.documents or (0, length),)
+    mask = batch_mask(documents, None, data.documents)
+    layout = method.layout(length, data.layout, mask)
+    positions = over_all_ranks(layout, method).positions(method.shard)
+    position_ids = rows.position_ids if data.reset_positions else torch.arange(length)[None]
+    ids, labels, position_ids = (x[:, positions] for x in (rows.ids, rows.shifted_labels, position_ids))
+    batch = Batch(ids, labels, position_ids, documents, layout)
+    total, _ = forward(run, batch, head)
+    return total / sum_over_ranks(run, batch.labelled).to(total.dtype), positions
 
 
 def backward(run: Run, batch: Batch, label_count: Tensor, head: Callable[..., Any] = linear_token_loss) -> Tensor:

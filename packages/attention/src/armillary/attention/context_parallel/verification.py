@@ -26,7 +26,7 @@ def observe_shard(
     position_ids: Tensor,
     labelled: int | None = None,
 ) -> Any:
-    """Returns a context manager, `armillary.check.Proof`, around a step of this rank's shard.
+    """Returns a context manager, `armillary.check.Proof`, around a step of this rank's shard, which can `probe` too.
 
     Args:
         layout: layout of the rows, over all ranks of the method or over its sequence axis.
