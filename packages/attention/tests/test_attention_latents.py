@@ -101,8 +101,10 @@ class SharedMemory(TorchDispatchMode):
 
 
 def shared_results(ranks: int) -> list[str]:
-    wrong = list[str]()
-    for composition, form in product(compositions(list(METHODS), [ranks]), ("latents", "expanded", "sinks")):
+    wrong, forms = list[str](), ("latents", "expanded", "sinks")
+    for i, (composition, form) in enumerate(product(compositions(list(METHODS), [ranks]), forms)):
+        if (i + torch.distributed.get_rank()) % 2:  # each on two of four ranks, to save time
+            continue
         method = composition.build()
         method.send_latents = form == "latents"
         layout = method.sequence_method.layout(61)
@@ -119,8 +121,8 @@ def shared_results(ranks: int) -> list[str]:
     return wrong
 
 
-def test_results_of_ops_are_no_inputs(worlds):
-    assert worlds(4).run(shared_results, 4)[-1] == []
+def test_results_of_ops_are_no_inputs():
+    assert on_fake_ranks(4, shared_results, 4) == [[]] * 4
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------

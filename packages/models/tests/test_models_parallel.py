@@ -215,7 +215,6 @@ GROUPS = {
     "2 ranks": [
         Case({"tp": 2}, "local", TIED, LAYER, sharded=False),
         Case({"tp": 2}, "local", LEARNED, TILED, sharded=False),
-        Case({"tp": 2}, "local", LATENT, LAYER, sharded=False, tokens=43),
         Case({"ring": 2}, "ring", LATENT, LAYER, packed=True, tokens=43),
         Case({"ring": 2}, "ring", HYBRID, TILED, layout="contiguous", packed=True),
     ],

@@ -9,7 +9,7 @@ import torch
 from armillary.models import Llama, LlamaConfig
 from armillary.plan.arguments import cluster_of
 from armillary.plan.cli import main
-from armillary.plan.memory import estimate, simulate
+from armillary.plan.memory import Job, estimate, simulate
 from armillary.plan.memory.room import Room
 from armillary.plan.trainer_run import job_of, predict, time_of
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
@@ -98,7 +98,15 @@ def test_accumulation_adds_gradients_and_zero_stage_1_sends_parameters_once_per_
     assert sharded.memory.device_breakdown["gradients"] < 0.5 * total
 
 
-def test_hybrids_are_predicted_by_simulation_and_plan(capsys):
+def test_hybrids_are_predicted_by_simulation_and_plan(monkeypatch, capsys):
+    simulated = list[tuple[Job, int]]()
+
+    def recorded(job, *options):
+        memory = simulate(job, *options)
+        simulated.append((job, memory.device))
+        return memory
+
+    monkeypatch.setattr("armillary.plan.trainer_run.simulate", recorded)
     flags = "--recipe hybrid --cluster 8xh100 --parallel.ring 8 --parallel.ulysses 1 --data.sequence-length 64 --json"
     hybrid_flags = ["--model.layers", "2", "--model.mixers", "mamba2", "attention"]
     output = json.loads(printed(capsys, *flags.split(), *hybrid_flags))
@@ -107,7 +115,7 @@ def test_hybrids_are_predicted_by_simulation_and_plan(capsys):
     config = replace(recipe, model=model, data=data, parallel=ParallelConfig(ring=8, ulysses=1))
     run, cluster = dry_run(config, 8), cluster_of("8xh100")
     job = job_of(config, run.axes, run.model, torch.bfloat16)
-    assert output["fits"] and output["memory"]["device"] == simulate(job).device > 0
+    assert simulated == [(job, output["memory"]["device"])] and output["fits"]
     assert isinstance(job.model, LlamaConfig)
     blocks = sum(count * job.model.block_parameters(mixer) for mixer, count in job.model.mixer_counts().items())
     products = 6 * blocks * job.rows * job.length / 8 / (cluster.accelerator.flops * cluster.accelerator.matmul)
