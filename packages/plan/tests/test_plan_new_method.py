@@ -24,6 +24,7 @@ from armillary.attention.plans import SEQUENCE_METHODS, named_method, names
 from armillary.attention.registry import SequenceEntry
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, refusal
+from armillary.models import Llama, LlamaConfig
 from armillary.plan.cli import main
 from armillary.plan.memory import AttentionChoice
 from armillary.plan.search.candidates import candidates
@@ -134,8 +135,9 @@ def test_the_search_includes_it_and_omits_methods_without_a_plan_with_a_note():
     assert "comm_plan" not in lines[COUNTED][0] and "forward_memory" in lines[COUNTED][0]
 
 
-def test_memory_of_its_step(capsys):
-    main(["memory", "--model", "debug", "--tokens", "1Ki", "--attention", NEW, "--cluster", "8xh100", "--json"])
+def test_memory_of_its_step(tmp_path, capsys):
+    Llama(LlamaConfig(vocab_size=64, dim=64, layers=1, heads=8, kv_heads=4, hidden_dim=48)).save_pretrained(tmp_path)
+    main(["memory", "--model", str(tmp_path), "--tokens", "1Ki", "--attention", NEW, "--cluster", "8xh100", "--json"])
     assert json.loads(capsys.readouterr().out)["memory"]["device"] > 0
 
 
