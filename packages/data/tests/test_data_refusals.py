@@ -9,7 +9,6 @@ import shlex
 import shutil
 import sys
 from contextlib import redirect_stderr, redirect_stdout
-from functools import partial
 from io import StringIO
 from itertools import accumulate
 from pathlib import Path
@@ -202,9 +201,7 @@ COMMANDS = [
     ("prepare text.txt -o out --format docx", "format='docx'"),
     ("prepare text.txt -o out --format trees", "format='trees' .*prefix_tree"),
     ("prepare text.txt -o out --workers 0", "1; got 0"),
-    ("prepare text.txt -o out --workers -3", "1; got -3"),
     ("prepare text.txt -o out --workers many", "'many'"),
-    ("prepare text.txt -o out --workers 1.5", "'1.5'"),
     ("prepare text.txt -o out --tokenizer ''", "tokenizer.json"),
     ("prepare text.txt -o out --tokenizer nowhere", "nowhere .*No such file"),
     ("prepare text.txt -o out --tokenizer folder", "tokenizer.json "),
@@ -214,7 +211,6 @@ COMMANDS = [
     ("prepare text.txt -o out --tokenizer vocabulary.json", "vocabulary.json: "),
     ("prepare text.txt -o out --tokenizer no-end.json", "no-end.json: "),
     ("prepare text.txt -o out --tokenizer bpe --vocab-size 256", "vocab_size .*257.*256"),
-    ("prepare text.txt -o out --tokenizer bpe --vocab-size -5", "vocab_size .*-5"),
     ("prepare text.txt -o out --tokenizer bpe --vocab-size 9999999999", "vocab_size"),
     ("prepare text.txt -o out --end-of-document x", "end_of_document='x'"),
     ("prepare text.txt -o out --tokenizer bpe --end-of-document x", r"end_of_document='x' .*'<\|endoftext"),
@@ -222,7 +218,6 @@ COMMANDS = [
     ("prepare text.txt -o out --tokenizer bpe --begin-of-document '<s>'", "begin_of_document='<s>' "),
     ("info", "PATH"),
     ("info ''", r"\. "),
-    ("info 'a\nb'", "a b "),
     ("info 'line\nbreak'", "line break "),
     ("info a\0b", r"a\\x00b "),
     ("info \x1b[31mred", r"\\x1b\[31mred "),
@@ -242,14 +237,12 @@ COMMANDS = [
     ("info store --column words", "--column words: "),
     ("info store --rows", "--rows"),
     ("info store --length 0", "1; got 0"),
-    ("info store --length -4", "1; got -4"),
     ("info store --length ''", "--length.*''"),
     ("info store --length ten", "--length: .*'ten'"),
     ("info store --length ٣", "--length"),
     ("info store --length 64KiB", r"--length: .*'64KiB'.*64Ki \(65,536\)"),
     ("info store --length 64k", "64,000"),
     ("info store --length 1000000000", "1,000,000,000"),
-    ("info store --length 999999999999999999999999", "999999999999999999999999"),
     (f"info store --length {'9' * 5000}", "--length"),
     ("info store --length 16 --shards 0", "shards"),
     ("info store --length 16 --shards 17", "17"),
@@ -367,7 +360,6 @@ CALLS = {
         (lambda: rows([]), "no stores"),
         (lambda: rows(numbered([0, 0], name="x/y")), "x/y .*no tokens"),
         (lambda: rows([STORE, store_of(8), store_of(8, vocabulary=BYTES_VOCABULARY)]), "bytes.*numbers.*stores"),
-        (lambda: rows([store_of(8), store_of(8, vocabulary=BYTES_VOCABULARY), STORE]), "numbers.*bytes.*stores"),
         (lambda: rows(shard=1), "shard 1 .*0..0"),
         (lambda: rows(shard=-1), "shard -1 .*0..0"),
         (lambda: rows(rows_per_batch=0), "rows_per_batch .*1; got 0"),
@@ -376,13 +368,11 @@ CALLS = {
         (lambda: rows(replicas=0), "replicas .*1; got 0"),
         (lambda: rows(ahead=-1), "ahead .*0; got -1"),
         (lambda: rows(TWO, weights=[]), r"weights \[\]: .*2 stores"),
-        (lambda: rows(TWO, weights=[1, 2, 3]), r"weights \[1, 2, 3\]: .*2 stores"),
         (lambda: rows(weights=[0]), r"weights \[0\]"),
         (lambda: rows(weights=[-1]), r"weights \[-1\]"),
         (lambda: rows(weights=[float("nan")]), r"weights \[nan\]"),
         (lambda: rows(weights=[float("inf")]), r"weights \[inf\]"),
         (lambda: rows(packing=lambda *arguments: greedy(*arguments)), "packing .* name"),
-        (lambda: rows(packing=partial(greedy)), "packing .* name"),
         (lambda: rows(layout_for=lambda _: SequenceLayout.zigzag(N, 2)).batch(0), f"layout_for .* 1 shards of {N} "),
         (lambda: rows(layout_for=lambda _: SequenceLayout.zigzag(5, 1)).batch(0), f"layout_for .* 1 shards of {N} "),
         (lambda: rows().batch(-1), "step .*0; got -1"),
@@ -466,7 +456,6 @@ CALLS = {
             for text in ("", "M", "-3", "0", "1.5", "5X", "64K", "nan", "inf", "1e-3", "1e999", "1e1.5", "0x10", "٣")
         ],
         (lambda: quantity("64KiB"), r"'64KiB'.*64Ki \(65,536\)"),
-        (lambda: quantity("1 GB"), r"'1 GB'.*64Ki \(65,536\)"),
         (lambda: whole_number("5MB"), r"'5MB'.*64Ki \(65,536\)"),
         (lambda: whole_number("1e99"), r"'1e99' .*2\^63 - 1"),
         *[
@@ -593,7 +582,6 @@ BROKEN = [
     ("megatron/data", "megatron/data.idx", megatron_index([7], [0, 1], code=0), "data.idx .*0; .*1, 2, 3, 4, 5, 8"),
     ("megatron/data", "megatron/data.idx", megatron_index([7], [0, 1], code=6), "data.idx .*6; .*1, 2, 3, 4, 5, 8"),
     ("megatron/data", "megatron/data.idx", entries([3, 4], [0, 1, 2], [0, 8]), "data.idx: sequences"),
-    ("megatron/data", "megatron/data.idx", entries([3, 4], [0, 1, 2], [0, 4]), "data.idx: sequences"),
     ("megatron/data", "megatron/data.idx", entries([3, 4], [0, 1, 2], [-6, 0]), "data.idx: sequences"),
     ("megatron/data", "megatron/data.idx", entries([3, 4], [0, 1, 2], [2, 8]), "data.idx: sequences"),
     ("megatron/data", "megatron/data.idx", entries([3, -1, 5], [0, 1, 3], [0, 6, 4]), "data.idx: sequences"),
@@ -601,7 +589,6 @@ BROKEN = [
     ("megatron/data", "megatron/data.idx", entries([3, 4], [0, -1, 2]), "data.idx: documents .*2 sequences"),
     ("megatron/data", "megatron/data.idx", entries([3, 4], [0, 2, 1, 2]), "data.idx: documents .*2 sequences"),
     ("megatron/data", "megatron/data.idx", entries([3, 4], [1, 2]), "data.idx: documents .*2 sequences"),
-    ("megatron/data", "megatron/data.idx", entries([3, 4], [0, 1]), "data.idx: documents .*2 sequences"),
     ("megatron/data", "megatron/data.idx", entries([3, 4], [2]), "data.idx: documents .*2 sequences"),
     ("megatron/data", "megatron/data.idx", entries([3, 4], []), "data.idx: documents .*2 sequences"),
     ("saved", "state.json", b"", "saved "),

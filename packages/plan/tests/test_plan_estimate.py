@@ -72,6 +72,7 @@ NARROW = replace(LLAMA, layers=5, vocab_size=512, dim=1024, heads=8, kv_heads=2,
             ),
             0.01,
         ),
+        (job(NARROW, {"ulysses": 2}, "ulysses", 2**15, replace(OUTPUT, offload=True), on_host=False), 0.01),
         # The chunks of several rows are scanned side by side: as many bytes as one long row, in fewer operations.
         (job(DELTA, {"ring": 4}, "ring", 2**11, NONE, on_host=False, contiguous_states=True, rows=8), 0.04),
         (job(HYBRID, {"ring": 2, "tp": 2}, "ring", 2**10, LAYER, on_host=False, rows=4), 0.04),

@@ -1,4 +1,4 @@
-"""Multi-head latent attention in the trainer: equal losses on meshes, export, and transformers' loss."""
+"""Multi-head latent attention in the trainer: equal losses on meshes, exact resume, export, and transformers' loss."""
 
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train_checkpoints import SMALL, trained
+from test_train_checkpoints import SMALL, resumed, trained
 from training_runs import at
 
 from armillary.models import LatentSizes, Llama
@@ -30,6 +30,7 @@ MODEL = ModelConfig(
 CONFIG = replace(SMALL, model=MODEL, save=SaveConfig(every=2, keep_last=3, export=True))
 MESHES = {
     "upipe": {"ulysses": 2, "attention": "upipe", "heads_per_stage": 2},
+    "ulysses": {"ulysses": 2},
     "tp": {"tp": 2},
 }
 
@@ -76,7 +77,7 @@ def trained_by_both(config: Config) -> tuple[list[float], list[float]]:
     return trained(config, 0)[0].losses, losses
 
 
-def test_losses_on_every_mesh_are_those_of_one_rank_and_exports_are_those_of_transformers(worlds, tmp_path: Path):
+def test_losses_on_every_mesh_are_those_of_one_rank_and_resuming_is_bit_identical(worlds, tmp_path: Path):
     alone = replace(CONFIG, parallel=ParallelConfig(), save=SaveConfig())
     ((expected,),) = worlds(1).run(losses_of, [at(alone, tmp_path / "one")])
     assert expected[-1] < expected[0] - 0.01
@@ -87,10 +88,15 @@ def test_losses_on_every_mesh_are_those_of_one_rank_and_exports_are_those_of_tra
     ]
     for losses in worlds(2).run(losses_of, configs):
         assert losses == [pytest.approx(expected, abs=1e-5)] * len(configs)
-    # 2. A ring, whose export is trained further.
-    ring = worlds(2).run(losses_of, [at(CONFIG, tmp_path / "ring")])
-    assert ring == [[pytest.approx(expected, abs=1e-5)]] * 2
-    exported = tmp_path / "ring" / "export" / "step-6"
+    # 2. A ring, stopped and resumed.
+    first = worlds(2).run(trained, at(CONFIG, tmp_path / "first"), 0)
+    assert first[0][0].losses == pytest.approx(expected, abs=1e-5)
+    second = resumed(worlds, 2, CONFIG, tmp_path / "first", tmp_path / "second")
+    for (summary, _, state, _), (resumed_summary, _, resumed_state, _) in zip(first, second, strict=True):
+        assert resumed_summary.losses == summary.losses[4:]
+        assert all(torch.equal(state[name], resumed_state[name]) for name in state)
+    # 3. The export, on the next rows of data.
+    exported = tmp_path / "second" / "export" / "step-6"
     model = Llama.from_pretrained(exported)
     assert model.config == model_config(replace(MODEL, pretrained=exported), 1, 60) == model_config(MODEL, 257, 60)
     pytest.importorskip("transformers")
