@@ -103,7 +103,8 @@ def kinds_of_layers(model: nn.Module) -> list[LayerKind]:
     for i, layer in enumerate(ModelParts.of(model).layers):
         name = types[i] if i < len(types) else None
         fades = any(FADING.search(type(x).__name__) for x in layer.modules())
-        caps = [y for x in layer.modules() for key, y in vars(x).items() if "softcap" in key and isinstance(y, float)]
+        values = [y for x in layer.modules() for key, y in vars(x).items() if "softcap" in key]
+        caps = [float(x) for x in values if isinstance(x, (int, float)) and x]
         known = name in KNOWN_MASKS and not fades
         kinds.append(LayerKind(layer, _window(layer, name, config), known, next(iter(caps), None)))
     return kinds
