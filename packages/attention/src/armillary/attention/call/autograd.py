@@ -37,7 +37,7 @@ from armillary.attention.call.validation import (
     check_sinks,
     check_transforms,
 )
-from armillary.core.parts import OpArguments, compat, define_op, pack, pack_registered, unpack
+from armillary.core.parts import OpArguments, compat, define_op, pack, pack_registered, register, unpack
 
 # -- routes -----------------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,7 @@ def run(call: AttentionCall | ProjectedCall, sinks: Tensor | None, *tensors: Ten
     Args:
         tensors: q, k and v; or x and the parameters of the projections.
     """
-    fields = pack_registered(call.registered_id)
+    fields = pack_registered(register(call))
     if sinks is not None:
         sinks = head_sinks(sinks)
     if compat.transforms_on():  # the op without the Function, which torch.func would transform
@@ -229,7 +229,7 @@ class Attention(torch.autograd.Function):
         with compat.below_autograd():
             results = _forward(tensors[: call.input_count], sinks, *arguments)
         out, lse, *inner_tensors = results
-        ctx.call, ctx.fields = call, arguments[1:]  # `call` keeps the call alive, so that its number stays valid
+        ctx.call, ctx.fields = call, arguments[1:]
         ctx.set_materialize_grads(False)  # so that an unused lse has the gradient None instead of zeros
         if call.is_projected:
             # Backward projects q, k and v again from x. It reads the parameters again: those saved here, as they are
@@ -264,7 +264,9 @@ class Attention(torch.autograd.Function):
             dx = torch.zeros_like(x) if ctx.needs_input_grad[3] else None
             grads = [dx, *call.backward(dout, x, dx, out, lse)]
         else:
-            grads = _backward(dout, saved, ctx.key_shape, object_tensors, *ctx.fields)
+            # An eager call gets a new number: it is alive here, whatever became of its first number since forward.
+            fields = ctx.fields if isinstance(call, GraphCall) else pack_registered(register(call))[1:]
+            grads = _backward(dout, saved, ctx.key_shape, object_tensors, *fields)
         dsinks = sinks_gradient(dout, *for_dsinks) if for_dsinks else None
         # The gradient of x comes first, those of the parameters last. What lies between in a graph has none; on q, k
         # and v nothing does.

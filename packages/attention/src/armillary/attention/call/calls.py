@@ -41,7 +41,7 @@ from armillary.attention.call.validation import check_call, expanded_shapes
 from armillary.attention.kernels import KERNELS
 from armillary.attention.tiling.latents import Expansion, TokenSizes
 from armillary.core import SequenceLayout, accumulation_dtype
-from armillary.core.parts import compat, object_of, own_memory, phase, pivot, register
+from armillary.core.parts import compat, object_of, own_memory, phase, pivot
 
 # -- calls of eager mode ----------------------------------------------------------------------------------------------
 
@@ -65,9 +65,6 @@ class AttentionCall:
     spec: AttentionSpec
     with_lse: bool = False
     prefetched: list[Any] = field(default_factory=list[Any])
-
-    def __post_init__(self) -> None:
-        self.registered_id = register(self)
 
     def forward(self, tensors: Sequence[Tensor], sinks: Tensor | None) -> list[Tensor]:
         method, spec, (q, k, v, *weight) = self.method, self.spec, tensors
@@ -157,9 +154,6 @@ class ProjectedCall:
     projections: Projections
     autocast: Callable[[], AbstractContextManager[Any]]
     draws: RNGReplay = field(default_factory=RNGReplay)
-
-    def __post_init__(self) -> None:
-        self.registered_id = register(self)
 
     def trained_parameters(self) -> list[Tensor]:
         """Returns the current parameters that require a gradient, each once, even if several projections use it."""
