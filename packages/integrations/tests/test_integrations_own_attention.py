@@ -40,6 +40,7 @@ OTHER = {
     "scale by head": lambda s, m, v: torch.softmax(s * torch.ones(4, 1, 1) + m, -1) @ v,
     "filled": lambda s, m, v: torch.softmax((s + m).masked_fill(torch.zeros(48, 48).bool(), -1e9), -1) @ v,
     "another attention beside": lambda s, m, v: F.softmax(v[..., 0], -1)[..., None] * v + torch.softmax(s + m, -1) @ v,
+    "parts joined": lambda s, m, v: torch.softmax(torch.cat([s, s], -1)[..., :48] + m, -1) @ v,
     "einsum": lambda s, m, v: torch.einsum("bhts,bhsd->bhtd", torch.softmax(s + m, -1), v),
     "of values alone": lambda s, m, v: v,
 }

@@ -83,12 +83,12 @@ ROWS_DIFFER = [[0, 5, LENGTH], [0, LENGTH]]
 
 
 def prepare_and_call(
-    family: str, edit: Callable[[nn.Module], object] = nn.Module.train, documents=None, **config
+    family: str, method=None, edit: Callable[[nn.Module], object] = nn.Module.train, documents=None, **config
 ) -> None:
     """Calls a model whose layers compute attention themselves."""
     built = model(family, "eager", **config)
     edit(built)
-    cp = ContextParallel(Local())
+    cp = ContextParallel(method or Local())
     cp.prepare(built)
     with cp.shard(IDS, documents=documents) as batch:
         built(input_ids=batch.ids)
@@ -545,6 +545,8 @@ ON_RANKS: list[tuple[Callable[[], object], str]] = [
         lambda: llama(edit=lambda llama: llama.model.layers[1].self_attn.add_module("top", TopIndexer())),
         "layers.1.self_attn.top (TopIndexer) selects keys",
     ),
+    # No module of it takes position ids.
+    (lambda: prepare_and_call("BloomModel", usp(), n_head=4), "BloomModel.forward takes no position_ids"),
     # Outside of a batch.
     (lambda: zigzag("BartForCausalLM", config=DECODER), "BartDecoder.forward takes no position_ids"),
     # Layers with a state.

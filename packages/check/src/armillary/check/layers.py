@@ -68,7 +68,7 @@ def _visible_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str,
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What a layer should compute.
+    """A decoder layer, and the window and softcap that its configuration asks for.
 
     Args:
         window: the number of tokens that a query sees, its own included; None for all.

@@ -250,11 +250,11 @@ def route_own_attentions(model: nn.Module) -> bool:
     """
     own = [(name, module) for name, module in model.named_modules() if computes_attention(module)]
     routable = [module for name, module in own if _is_token_layer(model, name) and can_be_routed(module)]
-    others = [name for name, module in own if module not in routable and not is_routed(module)]
-    if routable and others:
+    other_names = [name for name, module in own if module not in routable and not is_routed(module)]
+    if routable and other_names:
         raise ValueError(
-            f"{type(model).__name__}.{others[0]} computes attention itself, without transformers' attention interface, "
-            f"and not as a layer of tokens, beside layers of tokens that do, too; such a model cannot be sharded"
+            f"{type(model).__name__}.{other_names[0]} computes attention itself, without transformers' attention "
+            "interface, and not as a layer of tokens, beside layers of tokens that do; such a model cannot be sharded"
         )
     for layer in routable:
         route_own_attention(layer)

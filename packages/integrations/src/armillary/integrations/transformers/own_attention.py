@@ -26,7 +26,6 @@ PRODUCTS = frozenset({"matmul", "__matmul__", "bmm"})
 # Functions that let tokens see each other, or end in attention weights, without a `Scores`.
 MIXES = frozenset({"softmax", "log_softmax", "einsum", "scaled_dot_product_attention", "multi_head_attention_forward"})
 
-
 # Methods of `Scores` under other names of functions of tensors.
 SYNONYMS = {
     "add": "__add__",
@@ -70,7 +69,7 @@ class OwnAttention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if any(isinstance(x, Scores) for x in args):
+        if any(issubclass(x, Scores) for x in types):
             return func(*args, **kwargs)  # `Scores.__torch_function__`
         if name == "baddbmm":
             return self._product_and_bias(*args, **kwargs)
@@ -101,7 +100,7 @@ class OwnAttention(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Scores:
-    """The product of queries [..., T, D] and keys [..., T, D], scaled and masked; with `weights` also its softmax."""
+    """Products of queries [..., T, D] and keys [..., T, D], scaled and masked; `after_softmax`: their softmax."""
 
     call: OwnAttention
     query: Tensor
@@ -109,8 +108,7 @@ class Scores:
     leading: tuple[int, ...]  # dimensions before [T, T]
     scale: float = 1.0
     mask: ShardMask | None = None
-    batch: int = 0  # known from the mask on
-    weights: bool = False
+    after_softmax: bool = False
     dropout_rate: float = 0.0
 
     def __getattr__(self, name: str) -> Any:
@@ -120,7 +118,8 @@ class Scores:
 
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        scores = next(x for x in args if isinstance(x, cls))
+        parts = (y for x in args for y in (x if isinstance(x, (list, tuple)) else (x,)))
+        scores = next(x for x in parts if isinstance(x, cls))
         if args[0] is not scores:  # where(mask, scores, ...), cat, a bias + scores
             scores.__getattr__(func.__name__)
         return getattr(scores, func.__name__)(*args[1:], **(kwargs or {}))
@@ -129,7 +128,7 @@ class Scores:
 
     def __mul__(self, factor: Any) -> Scores:
         # After the mask, a negative factor would show what is hidden.
-        if self.weights or not _is_number(factor) or not float(factor) > 0:
+        if self.after_softmax or not _is_number(factor) or not float(factor) > 0:
             raise self.call.error("multiplies its scores by other than one positive number")
         return replace(self, scale=self.scale * float(factor))
 
@@ -137,35 +136,34 @@ class Scores:
         return self * (1 / divisor if _is_number(divisor) else divisor)
 
     def __add__(self, mask: Any) -> Scores:
-        if not isinstance(mask, ShardMask) or self.mask is not None or self.weights:
+        if not isinstance(mask, ShardMask) or self.mask is not None or self.after_softmax:
             raise self.call.error(f"adds a {type(mask).__name__} to its scores")
-        batch = mask.size()[0]
-        if len(self.leading) != 2 or self.leading[0] != batch:
-            raise self.call.error(f"has scores {tuple(self.shape)} of {batch} rows")
-        return replace(self, mask=mask, batch=batch)
+        if len(self.leading) != 2 or self.leading[0] != mask.batch:
+            raise self.call.error(f"has scores {tuple(self.shape)} of {mask.batch} rows")
+        return replace(self, mask=mask)
 
     def max(self, other: Any = None, *_: Any, **__: Any) -> Scores:
         # Nothing is below the lowest number (XGLM).
-        if self.weights or not _is_number(other) or float(other) > torch.finfo(self.dtype).min:
+        if self.after_softmax or not _is_number(other) or float(other) > torch.finfo(self.dtype).min:
             raise self.call.error("clamps its scores")
         return self
 
     def softmax(self, dim: int, *_: Any, **__: Any) -> Scores:
-        if self.mask is None or self.weights or dim not in (-1, len(self.leading) + 1):
+        if self.mask is None or self.after_softmax or dim not in (-1, len(self.leading) + 1):
             raise self.call.error(f"calls softmax of dim {dim} without a mask, or twice")
-        return replace(self, weights=True)
+        return replace(self, after_softmax=True)
 
     # 2. After it: dropout, and the product with values.
 
     def dropout(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> Scores:
-        if not self.weights:
+        if not self.after_softmax:
             raise self.call.error("drops scores")
         return replace(self, dropout_rate=p if training else 0.0)
 
     def matmul(self, value: Tensor) -> Tensor:
-        if self.mask is None or not self.weights:
+        if self.mask is None or not self.after_softmax:
             raise self.call.error("multiplies scores without softmax")
-        q, k, v = (x.reshape(self.batch, -1, *x.shape[-2:]).to(value.dtype) for x in (self.query, self.key, value))
+        q, k, v = (x.reshape(self.mask.batch, -1, *x.shape[-2:]).to(value.dtype) for x in (self.query, self.key, value))
         out, _ = self.mask.attention(self.call.layer, q, k, v, self.mask, self.scale, self.dropout_rate)
         self.call.attends = True
         return out.transpose(1, 2).reshape(*self.leading, *out.shape[1::2])

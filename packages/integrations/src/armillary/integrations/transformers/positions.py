@@ -144,14 +144,14 @@ def _drop_last_position(module: Any, args: tuple[Any, ...], output: Tensor | tup
     return output[..., :-1, :] if isinstance(output, Tensor) else tuple(x[..., :-1, :] for x in output)
 
 
-# Attribute of a model whose modules get the position ids that its forward does not take.
-GIVEN = "armillary_positions"
+# Attribute of a model, once its modules have their hooks: True if they get position ids that its forward does not take.
+GIVES_POSITIONS = "armillary_positions"
 
 
 def gives_positions(model: Any) -> bool:
     """Returns True if modules of a model get the position ids of the batch, in whose block the call is."""
     context = current_sequence()
-    return hasattr(model, GIVEN) and context is not None and context.position_ids is not None
+    return getattr(model, GIVES_POSITIONS, False) and context is not None and context.position_ids is not None
 
 
 def give_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -159,16 +159,16 @@ def give_positions(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
     Such a part (BART's decoder, DPR's encoder) would count from the first token of each shard.
     """
-    if hasattr(model, GIVEN):
+    if hasattr(model, GIVES_POSITIONS):
         return
-    setattr(model, GIVEN, False)
+    setattr(model, GIVES_POSITIONS, False)
     for name, module in sharded_modules(model):
         outer = innermost_model(model, name.rpartition(".")[0])[0]
         takes = [{"input_ids", "position_ids"} & set(signature(x.forward).parameters) for x in (outer, module)]
         is_position = is_model(module) or POSITION_MODULES.search(type(module).__name__) is not None
         if name and is_position and takes[0] == {"input_ids"} and "position_ids" in takes[1]:
             module.register_forward_pre_hook(_give_position_ids, with_kwargs=True)
-            setattr(outer, GIVEN, True)
+            setattr(outer, GIVES_POSITIONS, True)
 
 
 def _give_position_ids(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
