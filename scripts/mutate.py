@@ -77,16 +77,20 @@ class Mutation:
             ValueError: the code occurs several times or not at all.
         """
         scopes = definitions(root).get(self.function, [])
-        paths = [path for path, scope in scopes for _ in matches(self._patterns()[0], scope)]
+        paths = [path for path, scope in scopes for _ in matches(self.patterns()[0], scope)]
         if len(paths) != 1:
             places = ", ".join(str(path.relative_to(root)) for path in paths) or "nowhere"
             raise ValueError(f"{self.name}: {self.old!r} occurs {len(paths)} times in {self.function!r}: {places}")
         return paths[0]
 
     def apply(self, path: Path) -> str:
-        """Returns the changed source of a file, without comments."""
+        """Returns the changed source of a file, without comments.
+
+        Raises:
+            SyntaxError: it does not compile, so that every test would fail.
+        """
         tree = ast.parse(path.read_text())
-        old, new = self._patterns()
+        old, new = self.patterns()
         scopes = [scope for name, scope in scopes_of(tree) if name == self.function]
         ((container, field, place, bound),) = [match for scope in scopes for match in matches(old, scope)]
         nodes = [Substitution(bound).visit(node) for node in new]
@@ -96,9 +100,11 @@ class Mutation:
             setattr(container, field, nodes[0])
         else:
             getattr(container, field)[place] = nodes[0]
-        return ast.unparse(ast.fix_missing_locations(tree))
+        changed = ast.unparse(ast.fix_missing_locations(tree))
+        compile(changed, path.name, "exec")
+        return changed
 
-    def _patterns(self) -> list[list[Any]]:
+    def patterns(self) -> list[list[Any]]:
         """Returns the nodes of `old` and `new`: two expressions, or two lists of statements."""
         bodies: list[list[Any]] = [ast.parse(code).body for code in (self.old, self.new)]
         if all(len(body) == 1 and isinstance(body[0], ast.Expr) for body in bodies):

@@ -14,14 +14,11 @@ MUTATIONS = mutate.load(mutate.MUTATIONS)
 
 
 def test_mutations_change_one_place_and_name_existing_tests():
-    unchanged = cache(lambda path: ast.unparse(ast.parse(path.read_text())))
     text = cache(lambda name: (ROOT / name).read_text())
     for mutation in MUTATIONS:
-        path = mutation.locate(ROOT)
-        changed = mutation.apply(path)
-        assert changed != unchanged(path), mutation.name
-        compile(changed, path.name, "exec")
-        assert mutation.breaks, mutation.name
+        mutation.locate(ROOT)  # raises unless the old code is in one place
+        old, new = ([ast.dump(node) for node in pattern] for pattern in mutation.patterns())
+        assert old != new and mutation.breaks, mutation.name
         assert (ROOT / "packages" / mutation.package / "tests").is_dir(), mutation.name
         for name in mutation.likely:
             file, _, test = name.partition("::")
@@ -78,6 +75,12 @@ def test_patterns_match_expressions_and_statements(workspace, old, new, changed)
     source = workspace / "packages/one/src/adding.py"
     source.write_text("def f(x, y):\n    g(y, x * y + x * x)  # a comment\n    return x\n")
     assert mutate.Mutation("f", "one", "f", old, new, "", ()).apply(source) == f"def f(x, y):\n    {changed}"
+
+
+def test_changed_code_that_does_not_compile_is_refused(workspace):
+    mutation = mutate.Mutation("add", "one", "add", "return _A", "break", "", ())  # outside a loop
+    with pytest.raises(SyntaxError):
+        mutation.apply(workspace / "packages/one/src/adding.py")
 
 
 def test_patterns_match_any_body(workspace):
