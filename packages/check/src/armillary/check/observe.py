@@ -83,7 +83,7 @@ class Proof:
         self.model: nn.Module = model
         self.batch: CheckBatch | ShardTokens = batch
         self.parts: ModelParts = ModelParts.of(model)
-        self.kinds, self.methods = kinds_of_layers(model), methods_in(model)
+        self._kinds, self._methods = kinds_of_layers(model), methods_in(model)
         self.layer: nn.Module | None = None  # the decoder layer that runs
         self.peers: tuple[int, ...] = tuple(range(dist.get_world_size())) if peers is None else tuple(peers)
         self.tokens = batch if isinstance(batch, ShardTokens) else None
@@ -117,7 +117,7 @@ class Proof:
         for layer in parts.layers:
             self._hook(layer, self._see_layer)
             self._handles.append(layer.register_forward_pre_hook(self._enter_layer))
-        for method in self.methods:
+        for method in self._methods:
             method.observer = self._see_call
         if parts.head is not None:
             self._hook(parts.head, self._see_head)
@@ -126,7 +126,7 @@ class Proof:
     def __exit__(self, *_: object) -> None:
         for handle in self._handles:
             handle.remove()
-        for method in self.methods:
+        for method in self._methods:
             method.observer = None
 
     def _hook(self, module: nn.Module, see: Callable[[dict[str, Any], Any], None]) -> None:
@@ -153,7 +153,7 @@ class Proof:
         self.layer = layer
 
     def _see_call(self, options: AttentionOptions) -> None:
-        for i, kind in enumerate(self.kinds):
+        for i, kind in enumerate(self._kinds):
             if kind.layer is self.layer and not in_backward():
                 difference = kind.differs(options.mask, options.softcap, self.observation.length)
                 name = f"layer {i}"

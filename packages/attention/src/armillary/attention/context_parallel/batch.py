@@ -255,6 +255,19 @@ class ContextParallelBatch:
         label_count_read: True once `labelled`, or `inputs` with it, was read, so that a scalar loss can be a share.
     """
 
+    owner: object
+    method: Method
+    ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    has_labels: bool
+    attention_mask: Tensor | None
+    documents: Documents
+    layout: SequenceLayout
+    mask: AttentionMask
+    total_labelled: int
+    label_count_read: bool
+
     def __init__(
         self,
         owner: object,

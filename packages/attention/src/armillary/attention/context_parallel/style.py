@@ -66,7 +66,9 @@ class ContextParallelStyle(ParallelStyle):
         check_layout("layout", layout)
         if mask is not None and not isinstance(mask, AttentionMask):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"mask is a {type(mask).__name__}; an AttentionMask is needed")
-        self.method, self.layout, self.mask = attend, layout, mask
+        self.method: Method = attend
+        self.layout: SequenceLayout | None = layout
+        self.mask: AttentionMask | None = mask
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = device_mesh.mesh_dim_names or ()

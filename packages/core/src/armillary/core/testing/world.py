@@ -69,7 +69,9 @@ class World:
     """
 
     def __init__(self, size: int, timeout: float = 300.0, backend: str = "gloo") -> None:
-        self.size, self.timeout, self.backend = size, timeout, backend
+        self.size: int = size
+        self.timeout: float = timeout
+        self.backend: str = backend
         self._folder: Path | None = None
         self._ranks: list[tuple[ForkServerProcess, Connection]] = []
 
