@@ -1,10 +1,11 @@
 """Tests the packages with another Python or another release of torch, and records the result.
 
-Everything else has its pinned version; with `lowest`, what packages require has its lowest version. uv downloads what
-its cache lacks, for a new release of torch about 3 GB, and keeps the environment in its cache. Exits with pytest's exit
-code, or with 1 if the first run failed.
+Everything else has its pinned version; with `lowest`, what packages and their extras require has its lowest version.
+uv downloads what its cache lacks, for a new release of torch about 3 GB, and keeps the environment in its cache. Exits
+with pytest's exit code, or with 1 if the first run failed.
 
     uv run python scripts/compatibility.py lowest                       # tests of train and all packages below
+    uv run python scripts/compatibility.py lowest packages/integrations packages/check
     uv run python scripts/compatibility.py 2.13 packages/core           # tests of one package, or of any path
     uv run python scripts/compatibility.py pinned --python 3.13 --record  # all tests; writes docs/compatibility.md
     uv run python scripts/compatibility.py lowest --first-run           # trains on two ranks, in half a minute
@@ -28,6 +29,8 @@ from release import Package, torch_requirement, with_those_below
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/compatibility.md"
 TESTED = tuple(f"packages/{name}" for name in ("core", "attention", "states", "data", "models", "train"))
+UNTESTED = "flash"
+"""An extra that needs a GPU."""
 PRESCRIBED = re.compile(r"(torch|triton|setuptools|nvidia-[\w-]+|cuda-[\w-]+|pydantic-core)==")
 """Pins of torch and of packages whose versions each release of torch, or of pydantic, prescribes."""
 LAUNCHER = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "armillary.train")
@@ -50,7 +53,7 @@ def main() -> None:
     tests = options.tests or (() if options.torch == "pinned" else TESTED)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_requirements(folder, options.torch, packages, with_tools=not options.first_run)
+        write_requirements(folder, options.torch, packages, tests, with_tools=not options.first_run)
         if options.first_run:
             sys.exit(run(folder, FIRST_RUN, options.python))
         # uv must not run in the workspace, whose settings pin torch, but pytest must.
@@ -61,28 +64,47 @@ def main() -> None:
     sys.exit(code)
 
 
-def write_requirements(folder: Path, torch: str, packages: list[Package], with_tools: bool) -> None:
-    """Writes requirements.txt, pins.txt and uv.toml: armillary-train and those below it, or all; the tools of tests."""
+def write_requirements(
+    folder: Path, torch: str, packages: list[Package], tests: Sequence[str], with_tools: bool
+) -> None:
+    """Writes requirements.txt, pins.txt and uv.toml, for the packages whose tests run, all below them, and the tools.
+
+    With `pinned` these are all packages. Others need neither hosts of integrations nor an extra, except with `lowest`.
+    """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    groups = settings["dependency-groups"]
     pins: list[str] = settings["tool"]["uv"]["constraint-dependencies"]
-    (train,) = (package for package in packages if package.folder.name == "train")
-    requirement, chosen = "torch", packages
+    tools = [line for line in groups["dev"] if isinstance(line, str)] if with_tools else []
+    named = [package for package in packages if f"packages/{package.folder.name}" in (tests or TESTED)]
+    named = named or [package for package in packages if package.folder.name == "train"]
+    below = {other.name: other for package in named for other in with_those_below(package, packages)}.values()
+    chosen = packages if torch == "pinned" else list(below)
+    requirement, editable = "torch", [f"-e {package.folder}" for package in chosen]
     if torch != "pinned":
         pins = [pin for pin in pins if not PRESCRIBED.match(pin)]
-        requirement = torch_requirement(train, packages, "lowest") if torch == "lowest" else f"torch=={torch}.*"
-        chosen = with_those_below(train, packages)
-    groups = settings["dependency-groups"]
-    tools = [line for line in groups["dev"] if isinstance(line, str)]
+        requirement = f"torch=={torch}.*"
     if torch == "lowest":
-        required = {re.split(r"[^\w-]", line)[0] for package in chosen for line in package.project["dependencies"]}
-        pins = [pin for pin in pins if pin.partition("==")[0] not in required]
         (folder / "uv.toml").write_text('resolution = "lowest-direct"\n')
-    else:
-        tools += groups["hosts"]  # these require newer versions than our packages do
-    lines = ["-c pins.txt", requirement, *(f"-e {package.folder}" for package in chosen)]
-    lines += tools if with_tools else []
+        requirement = torch_requirement(named[-1], packages, "lowest")
+        required = [line for package in chosen for line in package.project["dependencies"]]
+        if with_tools:
+            extras = [package.project.get("optional-dependencies", {}) for package in chosen]
+            names = [",".join(sorted(extra.keys() - {UNTESTED})) for extra in extras]
+            editable = [f"{line}[{each}]" for line, each in zip(editable, names, strict=True)]
+            required += [line for extra in extras for lines in extra.values() for line in lines]
+            # Its tests are skipped where no package takes it: it would rule out the lowest versions of other packages,
+            # as pins of what extras and tools require in turn would.
+            tools = [line for line in tools if name_of(line) != "transformers"]
+            pins = [pin for pin in pins if name_of(pin) in {name_of(line) for line in tools}]
+        pins = [pin for pin in pins if name_of(pin) not in {name_of(line) for line in required}]
+    elif with_tools:
+        tools += groups["hosts"]
     (folder / "pins.txt").write_text("\n".join(pins))
-    (folder / "requirements.txt").write_text("\n".join(lines))
+    (folder / "requirements.txt").write_text("\n".join(["-c pins.txt", requirement, *editable, *tools]))
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[^\w-]", requirement)[0]
 
 
 def run(folder: Path, command: Sequence[str], python: str) -> int:

@@ -132,30 +132,39 @@ def compatibility(scripts) -> ModuleType:
     return importlib.import_module("compatibility")
 
 
-@pytest.mark.parametrize(("release", "requirement"), [("lowest", "torch==2.11.*"), ("2.13", "torch==2.13.*")])
-def test_pins_are_those_of_other_packages(compatibility, tmp_path, release, requirement):
-    compatibility.write_requirements(tmp_path, release, PACKAGES, with_tools=True)
-    lines = (tmp_path / "requirements.txt").read_text().splitlines()
-    editable = [f"-e {ROOT / 'packages' / name}" for name in ("core", "attention", "data", "models", "train")]
-    assert {"-c pins.txt", requirement, *editable} <= set(lines) and len(lines) == len(set(lines))
-    assert any(line.startswith("pytest>=") for line in lines) and not any("packages/plan" in line for line in lines)
-    names = {pin.partition("==")[0] for pin in (tmp_path / "pins.txt").read_text().splitlines()}
-    assert "pytest" in names and not names & {"torch", "triton", "nvidia-nccl-cu13", "cuda-toolkit"}
-    lowest = release == "lowest"
-    assert (tmp_path / "uv.toml").exists() == lowest
-    assert len(names & {"numpy", "pydantic", "pydantic-core", "safetensors"}) == (0 if lowest else 3)
+def required(compatibility, folder: Path, torch: str, *tests: str, with_tools: bool = True) -> tuple[str, set[str]]:
+    """Returns the requirements of a run, and the names that have a pin."""
+    compatibility.write_requirements(folder, torch, PACKAGES, tests, with_tools)
+    pins = (folder / "pins.txt").read_text().splitlines()
+    return (folder / "requirements.txt").read_text(), {pin.partition("==")[0] for pin in pins}
 
 
-def test_the_first_run_needs_no_tools_of_tests(compatibility, tmp_path):
-    compatibility.write_requirements(tmp_path, "lowest", PACKAGES, with_tools=False)
-    assert "pytest" not in (tmp_path / "requirements.txt").read_text()
+@pytest.mark.parametrize(("torch", "requirement"), [("lowest", "torch==2.11.*"), ("2.13", "torch==2.13.*")])
+def test_runs_have_a_torch_the_packages_of_the_tests_and_all_below(compatibility, tmp_path, torch, requirement):
+    text, pins = required(compatibility, tmp_path, torch)
+    folders = re.findall(r"^-e \S+/packages/(\w+)", text, re.MULTILINE)
+    assert sorted(folders) == ["attention", "core", "data", "models", "states", "train"]
+    assert {"-c pins.txt", requirement} <= set(text.splitlines()) and re.search("^pytest>=", text, re.MULTILINE)
+    assert "pytest" in pins and not pins & {"torch", "triton", "nvidia-nccl-cu13", "cuda-toolkit"}
+    assert (tmp_path / "uv.toml").exists() == (torch == "lowest")
+
+
+def test_the_lowest_versions_are_those_of_extras_too(compatibility, tmp_path):
+    text, pins = required(compatibility, tmp_path, "lowest", "packages/check", "packages/data")
+    assert re.search(r"^-e \S+/data\[datasets,parquet,tokenizers\]$", text, re.MULTILINE)
+    assert re.search(r"^-e \S+/check\[transformers\]$", text, re.MULTILINE) and "packages/models" not in text
+    assert not pins & {"numpy", "tokenizers", "transformers", "fsspec"}
+
+
+def test_the_first_run_needs_neither_tools_nor_extras(compatibility, tmp_path):
+    text, pins = required(compatibility, tmp_path, "lowest", with_tools=False)
+    assert "pytest" not in text and "[" not in text and "fsspec" in pins and "numpy" not in pins
 
 
 def test_a_pinned_run_has_all_packages_and_pins(compatibility, tmp_path):
-    compatibility.write_requirements(tmp_path, "pinned", PACKAGES, with_tools=True)
-    lines = (tmp_path / "requirements.txt").read_text().splitlines()
-    assert {"torch", *(f"-e {package.folder}" for package in PACKAGES)} <= set(lines)
-    assert re.search("^torch==", (tmp_path / "pins.txt").read_text(), re.MULTILINE)
+    text, pins = required(compatibility, tmp_path, "pinned")
+    assert {"torch", *(f"-e {package.folder}" for package in PACKAGES)} <= set(text.splitlines())
+    assert {"torch", "transformers", "numpy"} <= pins
 
 
 def test_a_run_replaces_its_row_of_the_page(compatibility, tmp_path, monkeypatch):

@@ -26,13 +26,13 @@ NEW = 6
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A Hugging Face folder, and the tokens that transformers generates for each prompt."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    transformers = pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("folder")
     sizes = {"vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, eos_token_id=None, bos_token_id=None)).double().eval()
+    config = transformers.LlamaConfig(**sizes, **heads, eos_token_id=None, bos_token_id=None)
+    model = transformers.LlamaForCausalLM(config).double().eval()
     model.save_pretrained(path)
     rows = [torch.tensor([[int(word) for word in prompt.split()]]) for prompt in PROMPTS]
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}

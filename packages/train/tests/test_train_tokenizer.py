@@ -62,13 +62,12 @@ def exported(*words: object) -> str:
 
 def check_export(export_folder: Path, store: Path) -> None:
     """Checks that transformers reads model and tokenizer of an export, with the store's tokens."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    expected, actual = TextTokenizer.read(store), AutoTokenizer.from_pretrained(export_folder)
+    transformers = pytest.importorskip("transformers")
+    expected, actual = TextTokenizer.read(store), transformers.AutoTokenizer.from_pretrained(export_folder)
     ids = actual(TEXT, add_special_tokens=False).input_ids
     assert [*expected.begin_ids, *ids] == expected.encode(TEXT).tolist() and actual.decode(ids) == TEXT
     assert actual.eos_token_id == expected.end_of_document and actual.bos_token_id == expected.begin_ids[0]
-    config = AutoModelForCausalLM.from_pretrained(export_folder).config
+    config = transformers.AutoModelForCausalLM.from_pretrained(export_folder).config
     assert (config.eos_token_id, config.bos_token_id) == (expected.end_of_document, expected.begin_ids[0])
 
 
