@@ -349,7 +349,7 @@ CALLS = {
         (lambda: open_store("saved-columns", column="nested"), "saved-columns: .*'nested'"),
         (lambda: open_store("saved-null"), "saved-null: .*'input_ids' has missing"),
         (lambda: open_store("saved-null-token"), "saved-null-token: .*'input_ids' has missing"),
-        (lambda: open_store("saved-empty"), "saved-empty "),
+        (lambda: open_store("saved-empty"), "saved-empty"),
         (lambda: open_store("saved-short"), "'labels' .*'input_ids'"),
     ],
     "tokenizer_of": [
