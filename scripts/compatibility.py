@@ -86,12 +86,12 @@ def write_requirements(
     if torch == "lowest":
         (folder / "uv.toml").write_text('resolution = "lowest-direct"\n')
         requirement = torch_requirement(named[-1], packages, "lowest")
-        required = [line for package in chosen for line in package.project["dependencies"]]
+        required = [line for package in packages for line in package.project["dependencies"]]
         if with_tools:
-            extras = [package.project.get("optional-dependencies", {}) for package in chosen]
-            names = [",".join(sorted(extra.keys() - {UNTESTED})) for extra in extras]
+            extras = {package.name: package.project.get("optional-dependencies", {}) for package in packages}
+            names = [",".join(sorted(extras[package.name].keys() - {UNTESTED})) for package in chosen]
             editable = [f"{line}[{each}]" for line, each in zip(editable, names, strict=True)]
-            required += [line for extra in extras for lines in extra.values() for line in lines]
+            required += [line for extra in extras.values() for lines in extra.values() for line in lines]
             # Its tests are skipped where no package takes it: it would rule out the lowest versions of other packages,
             # as pins of what extras and tools require in turn would.
             tools = [line for line in tools if name_of(line) != "transformers"]
