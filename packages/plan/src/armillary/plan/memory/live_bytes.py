@@ -169,6 +169,7 @@ OTHER = "other"
 FSDP_TENSORS: dict[str, str] = {
     "fsdp::all_gather_copy_in": "parameters",
     "fsdp::split_with_sizes_copy": "parameters",
+    "fsdp::chunk_cat": "gradients",
     "fsdp::chunk_cat_mixed_dtype": "gradients",
     "c10d::_reduce_scatter_base_": "gradients",
 }
