@@ -75,8 +75,8 @@ def write_requirements(
     groups = settings["dependency-groups"]
     pins: list[str] = settings["tool"]["uv"]["constraint-dependencies"]
     tools = [line for line in groups["dev"] if isinstance(line, str)] if with_tools else []
-    named = [package for package in packages if f"packages/{package.folder.name}" in (tests or TESTED)]
-    named = named or [package for package in packages if package.folder.name == "train"]
+    folders = {Path(test).parts[1] for test in tests if test.startswith("packages/")} or {"train"}
+    named = [package for package in packages if package.folder.name in folders]
     below = {other.name: other for package in named for other in with_those_below(package, packages)}.values()
     chosen = packages if torch == "pinned" else list(below)
     requirement, editable = "torch", [f"-e {package.folder}" for package in chosen]
