@@ -100,7 +100,7 @@ def replace_a_layer(bert: nn.Module) -> None:
 
 SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "vocab_size": 64}
 OTHER_STATES = ("Mamba", "Rwkv", "xLSTM", "Jamba")
-ALONE = ("Falcon", "GPTJ", "Bloom", "XLM")
+ALONE = ("Falcon", "Bloom", "XLM")
 OTHER_MIXERS = "{}.*(state along the sequence|layers of kind|attention itself)"
 
 

@@ -111,11 +111,11 @@ def _read(function: Any) -> Rule:
     if name == "or_masks":
         return reduce(_unite, map(_read, closure["mask_functions"]))
     if name == "and_masks":
-        # transformers adds the packed mask, of the documents that it found in position ids, together with
-        # PACKED_POSITIONS, and it is left out. A packed mask without that comes from the user, and is unknown.
-        makers = [(part, _maker(part)) for part in closure["mask_functions"]]
-        finds_documents = any(maker == PACKED_POSITIONS for _, maker in makers)
-        return reduce(_intersect, (_read(part) for part, maker in makers if maker != PACKED or not finds_documents))
+        # transformers adds the packed mask, of the documents that it found in position ids, beside PACKED_POSITIONS, and
+        # it is left out. A packed mask without that comes from the user, and is unknown.
+        parts = closure["mask_functions"]
+        finds_documents = any(map(_restarts_positions, parts))
+        return reduce(_intersect, (_read(part) for part in parts if _maker(part) != PACKED or not finds_documents))
     # transformers wraps a mask so that positions restart in each document: reads the wrapped mask.
     if name == PACKED_POSITIONS:
         return _read(closure["mask_function"])
@@ -132,6 +132,13 @@ def _read(function: Any) -> Rule:
         if function(index, index, queries, queries + offsets).tolist() != [False, True, True, True, False]:
             raise UnknownMaskError(name)
     return rule
+
+
+def _restarts_positions(function: Any) -> bool:
+    """Returns True for PACKED_POSITIONS, which transformers 5.24 joins by `or` with blocks before the packed mask."""
+    if _maker(function) == "or_masks":
+        return any(map(_restarts_positions, getclosurevars(function).nonlocals["mask_functions"]))
+    return _maker(function) == PACKED_POSITIONS
 
 
 def _maker(function: Any) -> str | None:
