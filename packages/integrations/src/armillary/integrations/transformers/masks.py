@@ -111,8 +111,8 @@ def _read(function: Any) -> Rule:
     if name == "or_masks":
         return reduce(_unite, map(_read, closure["mask_functions"]))
     if name == "and_masks":
-        # transformers adds the packed mask, of the documents that it found in position ids, beside PACKED_POSITIONS, and
-        # it is left out. A packed mask without that comes from the user, and is unknown.
+        # transformers adds the packed mask, of the documents that it found in position ids, beside PACKED_POSITIONS. It
+        # is left out. A packed mask without that comes from the user, and is unknown.
         parts = closure["mask_functions"]
         finds_documents = any(map(_restarts_positions, parts))
         return reduce(_intersect, (_read(part) for part in parts if _maker(part) != PACKED or not finds_documents))
