@@ -74,7 +74,8 @@ def by_formulas(job: Job, _progress: object) -> StepMemory:
     return StepMemory(usage.device, usage.device_breakdown, usage.host, usage.host_breakdown, "mlp", 0.0, 0)
 
 
-def test_the_result_as_a_table_or_json(capsys):
+def test_the_result_as_a_table_or_json(capsys, monkeypatch):
+    monkeypatch.setattr("armillary.plan.memory.cli.simulate", by_formulas)
     options = {"cluster": "8xh100", "ulysses": 4, "ring": 2, "attention": "upipe+ring"}
     planned = plan_memory(MemoryOptions(model="debug", tokens="8k", **options))
     show(planned)

@@ -33,6 +33,15 @@ from armillary.plan.time.passes import FORWARD_FLOPS, Passes, passes_of
 from armillary.plan.time.step_time import step_time
 from armillary.train.cli import read_command
 
+
+def job_of(
+    model: str, axes: dict[str, int], name: str = "ring", length: int = 131_072, team: int | None = None, **options
+) -> Job:
+    """A step of a model by name with the method `name`."""
+    attention = AttentionChoice(name, team=team)
+    return Job(model=model_of(model, length), axes=axes, attention=attention, length=length, **options)
+
+
 # -- against measurements of papers -----------------------------------------------------------------------------------
 
 
@@ -79,14 +88,8 @@ def test_usp_on_8_a100_is_fastest_with_ulysses_8_at_32k_and_indifferent_at_128k(
 
 def wallfacer_step(cluster: Cluster, team: int) -> float:
     """Seconds of a step of the WallFacer paper's 3B GPT, 64k tokens on 32 ranks."""
-    choice = AttentionChoice("wallfacer", team=team) if team > 1 else AttentionChoice("ring")
-    job = Job(
-        model=model_of("gpt-3b", 65536),
-        axes={"ring": 32},
-        attention=choice,
-        length=65536,
-        checkpointing=Checkpointing("attention_output"),
-    )
+    name, size = ("wallfacer", team) if team > 1 else ("ring", None)
+    job = job_of("gpt-3b", {"ring": 32}, name, 65_536, size, checkpointing=Checkpointing("attention_output"))
     return step_time(job, passes_of(job, cluster), cluster).seconds
 
 
@@ -167,8 +170,7 @@ def test_moves_of_a_kernel_on_all_multiprocessors_start_after_it():
 
 
 def flash_3(margin: int | None, ring: int = 8, kernel: str = "flash_attn_3") -> Passes:
-    axes, model = {"ring": ring, "ulysses": 8 // ring}, model_of("llama3-8b", 131072)
-    job = Job(model=model, axes=axes, attention=AttentionChoice("usp"), length=131072)
+    job = job_of("llama3-8b", {"ring": ring, "ulysses": 8 // ring}, "usp")
     return passes_of(job, Cluster.named("8xh100"), kernel=kernel, margin=margin)
 
 
@@ -184,11 +186,10 @@ def test_the_overlap_of_flash_attention_3_follows_its_margin():
 
 
 def test_attention_without_overlap_hides_no_parameters():
-    model, cluster = model_of("llama3-8b", 131072), Cluster.named("8xh100-ethernet")
+    cluster = Cluster.named("8xh100-ethernet")
     slow = replace(cluster, within=replace(cluster.within, bandwidth=1e9))
     for policy in (Checkpointing("layer"), Checkpointing("none")):
-        choice = AttentionChoice("ring")
-        job = Job(model=model, axes={"ring": 8}, attention=choice, length=131072, checkpointing=policy)
+        job = job_of("llama3-8b", {"ring": 8}, checkpointing=policy)
         passes = passes_of(job, cluster, kernel="flash_attn_3", margin=16)
         hidden, bare = (step_time(job, replace(passes, overlap=overlap), slow).parameters for overlap in (True, False))
         assert bare > hidden
@@ -276,14 +277,7 @@ def test_all_gathers_use_every_network_card():
 
 def times(checkpointing: Checkpointing, on_host: bool = False, name: str = "ulysses", length: int = 131_072):
     cluster = Cluster.named("8xh100")
-    job = Job(
-        model=model_of("llama3-8b", length),
-        axes={"ulysses": 8},
-        attention=AttentionChoice(name),
-        length=length,
-        checkpointing=checkpointing,
-        on_host=on_host,
-    )
+    job = job_of("llama3-8b", {"ulysses": 8}, name, length, checkpointing=checkpointing, on_host=on_host)
     return step_time(job, passes_of(job, cluster), cluster)
 
 
@@ -294,9 +288,8 @@ def test_recomputation_by_policy():
     forward, backward = Cluster.named("8xh100").accelerator.attention_shares(131_072)
     recomputed = none.attention * (4 / forward) / (4 / forward + 10 / backward)
     assert layer.recomputed == pytest.approx(none.dense / 3 + recomputed, rel=1e-6)
-    assert (
-        layer.exchange > attention.exchange > none.exchange
-    )  # q, k, v and out are sent again, "layer" sends them twice
+    # q, k, v and out are sent again, "layer" sends them twice.
+    assert layer.exchange > attention.exchange > none.exchange
     for part in ("dense", "attention", "head", "optimizer"):
         assert len({getattr(time, part) for time in (none, layer, attention)}) == 1
     assert 0 < times(Checkpointing("none", tiled=True)).recomputed < attention.recomputed
@@ -318,9 +311,8 @@ def test_cost_of_blocks_without_stored_input():
     expected = 10 * recomputed_share * all_stored.dense / 3 / 32
     assert some_stored.recomputed - all_stored.recomputed == pytest.approx(expected, rel=1e-3)
     assert some_stored.attention == all_stored.attention and some_stored.parameters >= all_stored.parameters
-    recomputed_segments = len(
-        [size for size in segment_sizes(32, 22, 0) if size > 1]
-    )  # x is fetched once more; out and lse are copied both ways
+    # x is fetched once more; out and lse are copied both ways.
+    recomputed_segments = len([size for size in segment_sizes(32, 22, 0) if size > 1])
     assert some_stored.offload - all_stored.offload > recomputed_segments * x / device.host_bandwidth
 
 
@@ -400,12 +392,10 @@ def test_attention_efficiency_is_published_or_from_a_file():
 
 
 def test_the_kernel_affects_time_and_the_trainer_config():
-    actual = {
-        name: search(SearchOptions(tokens="1Mi", attention=("usp",), kernel=name)) for name in (None, "cuda_flash")
-    }
-    slow, fast = (actual[name].fitting[0] for name in ("cuda_flash", None))
+    slower, faster = (search(SearchOptions(tokens="1Mi", attention=("usp",), kernel=x)) for x in ("cuda_flash", None))
+    slow, fast = slower.fitting[0], faster.fitting[0]
     assert slow.time.attention / fast.time.attention == pytest.approx(1.6, rel=0.03)
-    assert trainer_config(actual["cuda_flash"], slow).parallel.kernel == "cuda_flash"
+    assert trainer_config(slower, slow).parallel.kernel == "cuda_flash"
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
@@ -432,16 +422,13 @@ def test_candidates_use_all_ranks():
 
 def test_larger_batch_prefers_data_parallelism_with_a_reason():
     """USP (arXiv 2405.07719), figure 5 and tip 2: LLaMA2-7B, a global batch of 8 on 8 A800."""
-    result = search(
-        SearchOptions(model="llama2-7b", cluster="8xa800", tokens="8Ki", rows=8, attention=("local", "usp"))
-    )
+    setting = {"model": "llama2-7b", "cluster": "8xa800"}
+    result = search(SearchOptions(tokens="8Ki", rows=8, attention=("local", "usp"), **setting))
     best = result.fitting[0]
     assert best.candidate.mesh.shard == 8
     split = next(each for each in result.fitting if each.candidate.mesh.shard == 4)
     assert "slower: " in result.reason(split)
-    one = search(
-        SearchOptions(model="llama2-7b", cluster="8xa800", tokens="32Ki", attention=("ring", "ulysses", "usp"))
-    )
+    one = search(SearchOptions(tokens="32Ki", attention=("ring", "ulysses", "usp"), **setting))
     assert one.fitting[0].candidate.mesh.shard == 1
 
 
@@ -461,9 +448,8 @@ def test_command_line_and_file_reproduce_the_choice(tmp_path):
         actual = search(SearchOptions(model=model, cluster="16xh100", tokens="128Ki", rows=2, attention=attention))
         config = trainer_config(actual, actual.choices[0])
         line = command_line(actual, actual.choices[0])
-        assert line.startswith(
-            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500 --nproc-per-node 8"
-        )
+        rendezvous = "--rdzv-backend c10d --rdzv-endpoint HEAD_NODE:29500"
+        assert line.startswith(f"torchrun --nnodes 2 {rendezvous} --nproc-per-node 8")
         flags = line.split("-m armillary.train ")[1].removesuffix(" --data.path DATA")
         assert flags.startswith(f"--recipe {RECIPES[model]} ") and read_command(flags.split())[0].run == config
         out = tmp_path / f"{model}.toml"

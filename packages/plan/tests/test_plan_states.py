@@ -54,19 +54,11 @@ CASES = [
 
 def jobs() -> list[tuple[Job, Layout]]:
     common = {"model": MODEL, "length": LENGTH, "rows": ROWS, "precision": torch.float32}
-    return [
-        (
-            Job(
-                axes=axes,
-                attention=AttentionChoice(name),
-                checkpointing=Checkpointing(policy),
-                contiguous_states=relaid,
-                **common,
-            ),
-            layout,
-        )
-        for name, axes, policy, layout, relaid in CASES
-    ]
+    results = list[tuple[Job, Layout]]()
+    for name, axes, policy, layout, relaid in CASES:
+        options = {"checkpointing": Checkpointing(policy), "contiguous_states": relaid}
+        results.append((Job(axes=axes, attention=AttentionChoice(name), **options, **common), layout))
+    return results
 
 
 def sent_in_steps() -> list[int]:
@@ -94,7 +86,7 @@ def test_predicted_bytes_of_a_step_equal_the_ledger(worlds):
 
 
 RELAID = "zigzag, relaid for states"
-PLAN = SearchOptions(model="hybrid-8b", cluster="8xh100", tokens="16Ki", attention=("ring", "ulysses"))
+PLAN = SearchOptions(model="hybrid-8b", cluster="8xh100", tokens="16Ki", attention=("ring",))
 
 
 def test_layouts_of_a_hybrid_are_weighed_by_bytes_and_time(capsys):
