@@ -127,6 +127,17 @@ def write_files(root, **files):
     return root
 
 
+def write_jsonl(path, texts):
+    """Writes a line for each text and returns the path."""
+    path.write_bytes("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
+    return path
+
+
+def files_of(folder):
+    """The bytes of each file of a folder by name."""
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 def documents_of(store):
     """The tokens of all documents, as lists."""
     return [store.read(i, 0, int(size)).tolist() for i, size in enumerate(store.lengths)]

@@ -15,7 +15,7 @@ from armillary.data.parts import tokenizer_of
 datasets = pytest.importorskip("datasets")
 
 LENGTHS = [3, 0, 70, 1, 0, 40, 8]
-ROWS = [numbered(LENGTHS).read(i, 0, length).tolist() for i, length in enumerate(LENGTHS)]
+ROWS = documents_of(numbered(LENGTHS))
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_several_files_and_chunks_are_one_store(tmp_path, shards):
     lengths = LENGTHS * 400  # a chunk has 1000 rows
     memory = numbered(lengths)
     memory.vocabulary = Vocabulary()
-    rows = [memory.read(i, 0, length).tolist() for i, length in enumerate(lengths)]
+    rows = documents_of(memory)
     store = open_store(save(tmp_path / "saved", rows, num_shards=shards))
     assert len(store.arrays) == 3
     assert documents_of(store) == rows
@@ -143,15 +143,6 @@ def test_either_file_or_their_prefix_opens_both(tmp_path, name):
     write(tmp_path / ("v1.2" if name.startswith("v1.2") else "data"))
     assert is_store(tmp_path / name)
     assert documents_of(open_store(str(tmp_path / name))) == SEQUENCES
-
-
-def test_rows_have_the_documents_segments(tmp_path):
-    lengths = [30, 0, 5, 100]
-    memory = numbered(lengths)
-    sequences = [memory.read(i, 0, length).tolist() for i, length in enumerate(lengths)]
-    store = open_store(write(tmp_path / "data", sequences), ByteTokenizer())
-    memory.vocabulary = Vocabulary()
-    assert read_rows(single_rank_rows(store, 12), 0, 30) == read_rows(single_rank_rows(memory, 12), 0, 30)
 
 
 def test_modes_after_the_index_are_ignored(tmp_path):

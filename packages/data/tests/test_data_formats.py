@@ -4,13 +4,13 @@ import json
 import shutil
 
 import pytest
-from data_stores import numbered, read_rows, single_rank_rows, write_folder
+from data_stores import documents_of, numbered, write_folder
 
 from armillary.data import ByteTokenizer, Vocabulary, is_store, open_store, verify_folder
 from armillary.data.formats import store_folder as format_of_folders
 
 LENGTHS = [3, 0, 70, 1, 40]
-DOCUMENTS = [numbered(LENGTHS).read(i, 0, length).tolist() for i, length in enumerate(LENGTHS)]
+DOCUMENTS = documents_of(numbered(LENGTHS))
 HASHES = [7, 2**64 - 1, 0, 5, 9]
 
 
@@ -51,19 +51,12 @@ def check_damage(folder, message):
 def test_reading_a_folder_returns_the_written_tokens(tmp_path, dtype):
     path = write_folder(tmp_path / "store", DOCUMENTS, dtype, hashes=HASHES)
     store = open_store(str(path))
-    assert [store.read(i, 0, length).tolist() for i, length in enumerate(LENGTHS)] == DOCUMENTS
+    assert documents_of(store) == DOCUMENTS
     assert store.read(2, 5, 20, 7).dtype == dtype
     assert store.hashes.tolist() == HASHES
     assert store.vocabulary == Vocabulary("numbers", 2**16, 0)
     assert (len(store), store.tokens, store.name) == (5, sum(LENGTHS), str(path))
     assert is_store(path)
-
-
-def test_rows_of_a_folder_equal_rows_of_documents_in_memory(folder):
-    actual = read_rows(single_rank_rows(open_store(folder), 16), 0, 20)
-    memory = numbered(LENGTHS)
-    memory.vocabulary = Vocabulary(end_of_document=0)
-    assert actual == read_rows(single_rank_rows(memory, 16), 0, 20)
 
 
 def test_content_depends_on_tokens_and_boundaries_not_on_the_path(folder, tmp_path):

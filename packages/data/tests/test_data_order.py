@@ -33,7 +33,7 @@ def splitmix(key, place):
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.text(), st.lists(st.integers(0, 2**63 - 1)))
+@given(st.integers().map(str), st.lists(st.integers(0, 2**63 - 1)))
 def test_random_bits_match_splitmix(key, places):
     assert random_bits(key, np.array(places, np.int64)).tolist() == [splitmix(key, place) for place in places]
 
@@ -76,17 +76,6 @@ def test_distant_places_are_consecutive_turns(weights, far):
     for source in range(len(weights)):
         turns = [turn for s, turn in actual if s == source]
         assert turns == list(range(turns[0], turns[0] + len(turns))) if turns else True
-
-
-@settings(deadline=None, max_examples=20)
-@given(st.lists(st.fractions(Fraction(1, 50), 50), min_size=1, max_size=9), st.integers(1, 200))
-def test_first_places_have_each_source_in_proportion(weights, places):
-    turns = [source for source, _ in by_time(weights, places)]
-    for source, weight in enumerate(weights):
-        proportion = weight / sum(weights)
-        off = abs(turns.count(source) - places * proportion)
-        assert off <= (1 - proportion) / 2 + proportion * (len(weights) - 1) / 2
-        assert off <= 1 or len(weights) > 3
 
 
 @pytest.mark.parametrize("weights", [[1], [3, 3], [1, 2, 4], [0.1, 0.7, 0.2]])

@@ -6,7 +6,7 @@ import shutil
 import struct
 
 import pytest
-from data_stores import write_folder
+from data_stores import documents_of, write_folder
 
 from armillary.data import open_store, verify_folder
 
@@ -46,7 +46,7 @@ def read_all(path):
     store = open_store(path / "text" if (path / "text.idx").exists() else path)
     if (path / "store.json").exists():
         list(verify_folder(path))
-    return [store.read(i, 0, int(length)).tolist() for i, length in enumerate(store.lengths)]
+    return documents_of(store)
 
 
 @pytest.mark.parametrize("make", [token_folder, megatron, arrow])

@@ -7,7 +7,7 @@ import os
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_stores import write_files
+from data_stores import documents_of, files_of, write_files, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
@@ -22,11 +22,6 @@ from armillary.data.text.tokenizer import train_bpe
 TEXTS = ["one", "two two\n\n", "fünf 漢字", "x", "def walk(self):\n    return self.x\n" * 30, "\0zero", "last one"]
 
 
-def jsonl(path, texts=TEXTS, field="text"):
-    path.write_bytes("".join(json.dumps({field: text}) + "\n" for text in texts).encode())
-    return path
-
-
 def prepare_header(*inputs, output, workers=1, **options):
     """Prepares a store from chunks of few bytes and returns its header."""
     return prepare(Preparation(inputs, output, **{"chunk_bytes": 50} | options), workers)
@@ -34,8 +29,7 @@ def prepare_header(*inputs, output, workers=1, **options):
 
 def tokens_of(path):
     """Returns the tokens of each document in a store, and the token at the end of all documents."""
-    store = open_store(path)
-    documents = [store.read(i, 0, int(length)).tolist() for i, length in enumerate(store.lengths)]
+    documents = documents_of(open_store(path))
     (end,) = {tokens.pop() for tokens in documents}
     return documents, end
 
@@ -44,10 +38,6 @@ def texts_of(path):
     """Returns the documents in a store of bytes, which end with token 256."""
     documents, end = tokens_of(path)
     return [bytes(tokens) if end == 256 else None for tokens in documents]
-
-
-def files_of(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.fixture(scope="session")
@@ -73,11 +63,11 @@ def as_text(folder):
 
 
 def as_jsonl(folder):
-    return [jsonl(folder / "a.jsonl")]
+    return [write_jsonl(folder / "a.jsonl", TEXTS)]
 
 
 def as_packed_jsonl(folder):
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(jsonl(folder / "a.jsonl").read_bytes()))
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(write_jsonl(folder / "a.jsonl", TEXTS).read_bytes()))
     return [folder / "a.jsonl.gz"]
 
 
@@ -96,13 +86,7 @@ def as_a_mixture(folder):
     parquet = as_parquet(folder)[0]
     pq.write_table(pa.table({"text": TEXTS[3:5]}), parquet)
     (folder / "more").mkdir()
-    return [*as_text(folder)[:3], parquet, jsonl(folder / "more" / "b.ndjson", TEXTS[5:]).parent]
-
-
-def test_field_and_format_are_options(tmp_path):
-    lines = jsonl(tmp_path / "lines.data", ["a", "b"], field="body")
-    prepare_header(lines, output=tmp_path / "deep" / "er" / "store", format="jsonl", text_field="body")
-    assert texts_of(tmp_path / "deep" / "er" / "store") == [b"a", b"b"]
+    return [*as_text(folder)[:3], parquet, write_jsonl(folder / "more" / "b.ndjson", TEXTS[5:]).parent]
 
 
 @pytest.mark.parametrize("make", [as_text, as_jsonl, as_packed_jsonl, as_parquet, as_dataset, as_a_mixture])
@@ -119,7 +103,7 @@ def test_every_kind_of_file_gives_its_documents_in_order(tmp_path, make):
 def test_documents_do_not_depend_on_chunk_size(tmp_path_factory, texts, size):
     folder = tmp_path_factory.mktemp("any")
     texts = [text.encode("utf-8", "ignore").decode() for text in [*texts, "at least one"]]
-    header = prepare_header(jsonl(folder / "a.jsonl", texts), output=folder / "store", chunk_bytes=size)
+    header = prepare_header(write_jsonl(folder / "a.jsonl", texts), output=folder / "store", chunk_bytes=size)
     assert texts_of(folder / "store") == [text.encode() for text in texts if text]
     assert header.summary["empty"] == texts.count("")
 
@@ -135,7 +119,7 @@ def test_document_of_one_byte_gives_a_store_of_two_tokens(tmp_path):
 
 def test_header_index_and_hashes_are_of_the_documents(tmp_path):
     texts = [text.encode() for text in TEXTS]
-    header = prepare_header(jsonl(tmp_path / "a.jsonl", ["", *TEXTS]), output=tmp_path / "store")
+    header = prepare_header(write_jsonl(tmp_path / "a.jsonl", ["", *TEXTS]), output=tmp_path / "store")
     store = open_store(tmp_path / "store")
     assert store.lengths.tolist() == [len(text) + 1 for text in texts]
     assert store.hashes.tolist() == [stable_hash(text) for text in texts]
@@ -160,7 +144,7 @@ def test_tokens_are_stored_in_the_smallest_dtype(tmp_path, size, dtype):
 def test_tokenizer_file_gives_the_librarys_tokens(tmp_path, definition, begin):
     (tmp_path / "given.json").write_bytes(definition)
     options = {"tokenizer": str(tmp_path / "given.json"), "begin_of_document": begin}
-    header = prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", **options)
+    header = prepare_header(write_jsonl(tmp_path / "a.jsonl", TEXTS), output=tmp_path / "store", **options)
     library = Tokenizer.from_str(definition.decode())
     begins = [library.token_to_id(begin)] if begin else []
     expected = [begins + library.encode(text, add_special_tokens=False).ids for text in TEXTS]
@@ -174,7 +158,7 @@ def test_tokenizer_file_gives_the_librarys_tokens(tmp_path, definition, begin):
 def test_a_chosen_end_of_document_is_stored(tmp_path, definition):
     (tmp_path / "tokenizer.json").write_bytes(definition)
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "b"}')
-    lines = jsonl(tmp_path / "a.jsonl")
+    lines = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     library = Tokenizer.from_str(definition.decode())
     for end, options in (("b", {}), ("z", {"end_of_document": "z"})):
         header = prepare_header(lines, output=tmp_path / end, tokenizer=str(tmp_path), **options)
@@ -183,7 +167,9 @@ def test_a_chosen_end_of_document_is_stored(tmp_path, definition):
 
 
 def test_bpe_is_trained_on_the_input_and_decodes_its_text(tmp_path):
-    header = prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store", tokenizer="bpe", vocab_size=280)
+    header = prepare_header(
+        write_jsonl(tmp_path / "a.jsonl", TEXTS), output=tmp_path / "store", tokenizer="bpe", vocab_size=280
+    )
     tokenizer = tokenizer_in(tmp_path / "store")
     library = Tokenizer.from_file(str(tmp_path / "store" / "tokenizer.json"))
     documents, end = tokens_of(tmp_path / "store")
@@ -195,14 +181,14 @@ def test_bpe_is_trained_on_the_input_and_decodes_its_text(tmp_path):
 
 
 def test_a_store_of_bytes_has_the_tokenizer_of_bytes(tmp_path):
-    header = prepare_header(jsonl(tmp_path / "a.jsonl"), output=tmp_path / "store")
+    header = prepare_header(write_jsonl(tmp_path / "a.jsonl", TEXTS), output=tmp_path / "store")
     assert tokenizer_in(tmp_path / "store").identity == header.vocabulary.tokenizer == "bytes"
     assert open_store(tmp_path / "store", tokenizer_in(tmp_path / "store")).vocabulary == header.vocabulary
 
 
 def test_replaced_store_has_the_new_tokenizer(tmp_path, definition):
     (tmp_path / "given.json").write_bytes(definition)
-    lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
+    lines, output = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "store"
     prepare_header(lines, output=output, tokenizer="bpe", vocab_size=270)
     header = prepare_header(lines, output=output, tokenizer=str(tmp_path / "given.json"), overwrite=True)
     assert header.vocabulary.size > 270 and header.vocabulary.tokenizer == tokenizer_in(output).identity
@@ -215,7 +201,7 @@ def test_replaced_store_has_the_new_tokenizer(tmp_path, definition):
 def test_two_workers_write_the_same_files_as_one(tmp_path, definition):
     (tmp_path / "given.json").write_bytes(definition)
     write_files(tmp_path / "text", **{f"{i}.txt": b"caf\xe9 %d" % i * (i % 7) for i in range(60)})
-    inputs = [tmp_path / "text", jsonl(tmp_path / "a.jsonl", TEXTS * 5)]
+    inputs = [tmp_path / "text", write_jsonl(tmp_path / "a.jsonl", TEXTS * 5)]
     for workers in (1, 2):
         options = {"tokenizer": str(tmp_path / "given.json"), "workers": workers, "chunk_bytes": 200}
         prepare_header(*inputs, output=tmp_path / f"by {workers}", **options)
@@ -275,7 +261,7 @@ def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):
 def test_a_giant_document_is_refused_or_skipped_unless_tokens_are_bytes(tmp_path, definition, monkeypatch):
     monkeypatch.setattr(encode, "MAX_DOCUMENT", 40)
     (tmp_path / "given.json").write_bytes(definition)
-    lines = jsonl(tmp_path / "a.jsonl", ["one", "x" * 41])
+    lines = write_jsonl(tmp_path / "a.jsonl", ["one", "x" * 41])
     options = {"tokenizer": str(tmp_path / "given.json"), "output": tmp_path / "store"}
     with pytest.raises(ValueError, match=r"^a\.jsonl:byte 16: .*41 bytes.* 40 .*--invalid skip"):
         prepare_header(lines, **options)
@@ -287,7 +273,7 @@ def test_a_giant_document_is_refused_or_skipped_unless_tokens_are_bytes(tmp_path
 
 
 def test_a_complete_store_of_the_same_input_is_untouched(tmp_path):
-    lines, output = jsonl(tmp_path / "a.jsonl"), tmp_path / "store"
+    lines, output = write_jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "store"
     first = prepare_header(lines, output=output)
     stamps = {file.name: file.stat().st_mtime_ns for file in [output, *output.iterdir()]}
     assert prepare_header(lines, output=output) == first

@@ -1,7 +1,6 @@
 """Preparations stopped by a kill, a full disk, an error or another process leave no store; the next run makes it."""
 
 import errno
-import json
 import math
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ from operator import neg
 from pathlib import Path
 
 import pytest
+from data_stores import files_of, write_jsonl
 
 from armillary.data import is_store, open_store, verify_folder
 from armillary.data.prepare import Preparation, preparation, prepare, sources
@@ -31,22 +31,13 @@ class Stop(Exception):
     pass
 
 
-def jsonl(path, texts=TEXTS):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
-
-
 @pytest.fixture
 def lines(tmp_path):
-    return jsonl(tmp_path / "a.jsonl")
+    return write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
 
 def planned(source, output, **options):
     return Preparation([source], output, **{"chunk_bytes": 150} | options)
-
-
-def files_of(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def stopping(after, error=Stop):
@@ -116,7 +107,7 @@ def test_the_remains_of_a_killed_run_are_no_store_and_are_removed(lines, referen
 def test_next_run_finishes_after_a_kill_before_any_disk_change(tmp_path, overwrite, monkeypatch):
     """Kills the process before each call that changes the disk, one call per run."""
     monkeypatch.setattr(os, "fsync", lambda _: None)  # a killed process loses no written data
-    new, old = jsonl(tmp_path / "a.jsonl", TEXTS[:3]), jsonl(tmp_path / "b.jsonl", ["old"])
+    new, old = write_jsonl(tmp_path / "a.jsonl", TEXTS[:3]), write_jsonl(tmp_path / "b.jsonl", ["old"])
     plan = planned(new, tmp_path / "there" / "store", overwrite=overwrite, chunk_bytes=50)
     expected = prepare(planned(new, tmp_path / "reference", chunk_bytes=50), 1)
     kinds = set()

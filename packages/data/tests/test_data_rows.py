@@ -68,36 +68,10 @@ def test_documents_are_contiguous_in_a_row_and_padding_is_at_its_end(lengths, le
         assert unpadded == [unpadded[a] + i for a, b in pairwise(bounds) for i in range(b - a)] != []
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
-def test_labels_of_every_kind_of_shard_are_the_next_tokens(kind):
-    ranks = every_shard(STORE, getattr(SequenceLayout, kind)(N, 4), rows_per_batch=4)
-    tokens, labels, _ = joined([rank.batch(0) for rank in ranks])
-    assert labels.tolist() == [expected_row(row, LENGTHS)[0] for row in tokens.tolist()]
-
-
-def test_labels_continue_where_a_row_splits_a_document_and_stop_at_its_end():
-    batch = single_rank_rows(numbered([7]), 3, rows_per_batch=3).batch(0)
-    labels = {tuple(row): label for row, label in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True)}
-    assert labels == {
-        (0, 1, 2): [1, 2, 3],
-        (3, 4, 5): [4, 5, 6],
-        (6, PADDING, PADDING): [IGNORE, IGNORE, IGNORE],
-    }
-
-
 def test_padding_is_zero_without_a_known_end_of_document():
     store = numbered([4])
     store.vocabulary = type(store.vocabulary)()
     assert single_rank_rows(store, 6).batch(0).tokens.tolist() == [[0, 1, 2, 3, 0, 0]]
-
-
-def test_a_batch_is_int64_and_has_the_shapes_of_its_shard():
-    layout = SequenceLayout.zigzag(N, 4)
-    batch = PackedSequences(STORE, layout=layout, shard=3, rows_per_batch=2).batch(0)
-    for tensor in (batch.tokens, batch.labels, batch.positions):
-        assert tensor.shape == (2, layout.sizes[3])
-        assert tensor.dtype == torch.int64
-    assert batch.layout == layout
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "uint32", "int32", "int64"])
@@ -105,24 +79,12 @@ def test_the_largest_token_of_a_dtype_is_preserved(dtype):
     store, largest = numbered([3], dtype), torch.iinfo(getattr(torch, dtype)).max
     store.arrays[0][:] = largest
     batch = single_rank_rows(store, 3).batch(0)
+    assert {x.dtype for x in (batch.tokens, batch.labels, batch.positions)} == {torch.int64}
     assert batch.tokens.tolist() == [[largest] * 3]
     assert batch.labels.tolist() == [[largest, largest, IGNORE]]
 
 
 # -- the order of rows ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("replicas", [2, 4])
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_global_batches_do_not_depend_on_the_mesh(packing, replicas):
-    layout = SequenceLayout.zigzag(N, 3).refine(2)
-    options = {"packing": packing, "rows_per_batch": 8 // replicas, "replicas": replicas}
-    meshes = [every_shard(STORE, layout, replica=replica, **options) for replica in range(replicas)]
-    for step in (0, 5):
-        parts = [joined([rank.batch(step) for rank in ranks])[0] for ranks in meshes]
-        assert torch.cat(parts).tolist() == read_rows(
-            single_rank_rows(STORE, N, packing=packing), 8 * step, 8 * step + 8
-        )
 
 
 def test_each_epoch_is_packed_differently():

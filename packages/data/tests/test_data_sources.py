@@ -9,7 +9,7 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from data_stores import write_files
+from data_stores import write_files, write_jsonl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -17,11 +17,6 @@ from armillary.data import Document, read_documents
 from armillary.data.prepare.sources import Invalid, chunks, documents, fingerprint
 
 TEXTS = ["one", "two two", "", "vier\nlines\n", "f\u00fcnf", "six " * 30]
-
-
-def jsonl(path, texts=TEXTS):
-    path.write_bytes("".join(json.dumps({"text": text}) + "\n" for text in texts).encode())
-    return path
 
 
 def parquet(path, texts=TEXTS, rows=2, **columns):
@@ -78,16 +73,16 @@ def test_binary_files_of_folders_are_reported(tmp_path):
 
 def test_inputs_keep_their_order_and_kinds_are_sorted_by_name(tmp_path):
     write_files(tmp_path, x__a=b"1", x__c=b"3", y=b"0")
-    jsonl(tmp_path / "x" / "b.ndjson", ["2"])
+    write_jsonl(tmp_path / "x" / "b.ndjson", ["2"])
     parquet(tmp_path / "x" / "d.parquet", ["4"])
     actual = read(tmp_path / "y", tmp_path / "x")
     assert [document.name for document in actual] == ["y", "a", "b.ndjson:byte 0", "c", "d.parquet:row 0"]
 
 
 def test_a_chosen_format_applies_to_every_file(tmp_path):
-    jsonl(tmp_path / "a.jsonl", ["1"])
+    write_jsonl(tmp_path / "a.jsonl", ["1"])
     assert read(tmp_path, format="text") == [Document("a.jsonl", b'{"text": "1"}\n')]
-    assert texts_of(read(jsonl(tmp_path / "b", ["2"]), format="jsonl")) == ["2"]
+    assert texts_of(read(write_jsonl(tmp_path / "b", ["2"]), format="jsonl")) == ["2"]
     assert texts_of(read(parquet(tmp_path / "c", ["3"]), format="parquet")) == ["3"]
 
 
@@ -121,7 +116,7 @@ def test_records_are_named_by_their_first_byte_and_a_byte_order_mark_is_ignored(
 
 def test_packed_jsonl_is_one_piece(tmp_path):
     path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(jsonl(tmp_path / "plain.jsonl").read_bytes()))
+    path.write_bytes(gzip.compress(write_jsonl(tmp_path / "plain.jsonl", TEXTS).read_bytes()))
     assert len(chunks([path], size=1)) == 1
     assert texts_of(read(path)) == TEXTS
     assert read(path)[1].name == "a.jsonl.gz:byte 16"
@@ -148,11 +143,6 @@ def test_a_broken_record_is_reported_and_the_next_one_is_read(tmp_path, line, re
     assert isinstance(broken, Invalid) and broken.name == "a.jsonl:byte 0"
     assert re.search(reason, broken.reason)
     assert following == Document(f"a.jsonl:byte {len(line) + 1}", b"next")
-
-
-def test_text_field_is_an_option(tmp_path):
-    write_files(tmp_path, **{"a.jsonl": b'{"content": "a"}'})
-    assert texts_of(read(tmp_path, text_field="content")) == ["a"]
 
 
 # -- Parquet and saved datasets ---------------------------------------------------------------------------------------
@@ -199,7 +189,7 @@ def test_many_rows_are_read_in_order(tmp_path):
 
 def test_fingerprint_changes_only_with_input_or_pieces(tmp_path):
     write_files(tmp_path, a=b"text", b=b"more")
-    jsonl(tmp_path / "c.jsonl")
+    write_jsonl(tmp_path / "c.jsonl", TEXTS)
     os.utime(tmp_path / "a", ns=(0, 0))
     first = fingerprint(chunks([tmp_path]))
     assert re.fullmatch("[0-9a-f]{64}", first) and first == fingerprint(chunks([tmp_path]))

@@ -116,17 +116,11 @@ def test_a_part_is_of_the_same_class_and_vocabulary():
 
 
 @quick
-@given(corpora, st.floats(0.01, 0.99))
-def test_each_document_is_on_one_side_and_no_side_is_empty(given_texts, fraction):
-    train, validation = stored(given_texts).split(fraction)
+@given(corpora, st.sampled_from([1, 2]), st.floats(0.01, 0.99))
+def test_no_side_is_empty_and_copies_of_one_text_are_on_the_same_side(given_texts, copies, fraction):
+    train, validation = stored(given_texts * copies).split(fraction)
     assert len(train) and len(validation)
-    assert sorted(texts(train) + texts(validation)) == sorted(given_texts)
-
-
-@quick
-@given(corpora, st.floats(0.01, 0.99))
-def test_copies_of_one_text_are_on_the_same_side(given_texts, fraction):
-    train, validation = stored([*given_texts, *given_texts]).split(fraction)
+    assert sorted(texts(train) + texts(validation)) == sorted(given_texts * copies)
     on_both_sides = set(texts(train)) & set(texts(validation))
     assert not on_both_sides or len(set(given_texts)) == 1
 
