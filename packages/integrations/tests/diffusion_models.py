@@ -1,12 +1,7 @@
 """Tiny diffusers transformers and their inputs, equal on every rank."""
 
 import torch
-from diffusers import (
-    FluxTransformer2DModel,
-    QwenImageTransformer2DModel,
-    SD3Transformer2DModel,
-    WanTransformer3DModel,
-)
+from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel, WanTransformer3DModel
 from torch import Tensor, nn
 
 B, HEADS, D, CHANNELS, TEXT, POOLED = 2, 4, 16, 8, 12, 10

@@ -87,14 +87,20 @@ def test_compiled_models_equal_eager_ones_without_a_graph_for_each_batch(worlds,
         assert sum(new_graphs[-len(new_graphs) // 3 :]) == 0, new_graphs
 
 
-def layer_errors() -> list[float]:
+def results_of_a_compiled_layer() -> tuple[list[float], list[str], list[str]]:
+    """Errors of outputs, and the messages of an eager and of a compiled layer for the same wrong arguments."""
+    cp, model = prepared("llama", "ring", 1)
+    eager = copy.deepcopy(model)
+    model.model.layers[0].compile(backend="eager")
+    return layer_errors(cp, eager, model), refusals(cp, eager), refusals(cp, model)
+
+
+def layer_errors(cp: ContextParallel, eager_model: nn.Module, model: nn.Module) -> list[float]:
     """Errors of layers that get the mask function's position ids, then others, then the first ones again.
 
     The documents of the expected outputs are given to `sequence`.
     """
-    cp, model = prepared("llama", "ring", 1)
-    eager, layer = copy.deepcopy(model.model.layers[0]), model.model.layers[0]
-    layer.compile(backend="eager")
+    eager, layer = eager_model.model.layers[0], model.model.layers[0]
     batch, restarts, _ = batch_of(cp, 0, "position ids")
     layout = batch.layout
     ids, boundaries = layout.positions(cp.method.shard)[None], torch.tensor([0, 8, layout.length])
@@ -122,29 +128,21 @@ def layer_errors() -> list[float]:
     return errors
 
 
-def refusals_when_compiled() -> list[tuple[str, str]]:
-    """Errors of eager and compiled layers for the same wrong arguments."""
-    pairs = list[tuple[str, str]]()
-    cp, model = prepared("llama", "ring", 1)
-    eager = copy.deepcopy(model)
-    model.model.layers[0].compile(backend="eager")
-    batch, _, _ = batch_of(cp, 1, "one document")
+def refusals(cp: ContextParallel, model: nn.Module) -> list[str]:
+    """Errors for no position ids, and for one token more on one rank."""
+    messages = list[str]()
+    batch, _, _ = batch_of(cp, 0, "one document")
     one_more = torch.arange(batch.ids.shape[1] + 1)[None]
     longer = torch.cat([batch.ids, batch.ids[:, :1]], 1) if cp.method.shard == 1 else batch.ids
     for inputs in ({"input_ids": batch.ids}, {"input_ids": longer, "position_ids": one_more[:, : longer.shape[1]]}):
-        messages = list[str]()
-        for call in (eager, model):
-            with sequence(layout=batch.layout), pytest.raises(ValueError) as error:
-                call(**inputs)
-            messages.append(str(error.value))
-        pairs.append((messages[0], messages[1]))
-    return pairs
+        with sequence(layout=batch.layout), pytest.raises(ValueError) as error:
+            model(**inputs)
+        messages.append(str(error.value))
+    return messages
 
 
 def test_compiled_layers_read_their_own_arguments_and_raise_the_errors_of_eager_ones_on_every_rank(worlds):
-    for errors in worlds(2).run(layer_errors):
+    ranks = worlds(2).run(results_of_a_compiled_layer)
+    for errors, eager, compiled in ranks:
         assert max(errors) < 1e-12, errors
-    ranks = worlds(2).run(refusals_when_compiled)
-    assert ranks[0] == ranks[1]
-    for eager, compiled in ranks[0]:
-        assert eager == compiled
+        assert eager == compiled == ranks[0][1]

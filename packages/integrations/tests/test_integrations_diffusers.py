@@ -25,12 +25,8 @@ def context_parallel(name: str = "token_ring") -> ContextParallel:
 
 def output_and_gradients(model: nn.Module, *calls: Inputs) -> dict[str, Tensor]:
     """The last output, and all gradients of the sum of mean outputs."""
-    inputs = [
-        {name: x.clone().requires_grad_() for name, x in arguments.items() if name in LEARNED} for arguments in calls
-    ]
-    outs = [
-        model(**arguments | learned, return_dict=False)[0] for arguments, learned in zip(calls, inputs, strict=True)
-    ]
+    inputs = [{name: x.clone().requires_grad_() for name, x in each.items() if name in LEARNED} for each in calls]
+    outs = [model(**each | learned, return_dict=False)[0] for each, learned in zip(calls, inputs, strict=True)]
     torch.stack([(out * draw(*out.shape)).mean() for out in outs]).sum().backward()
     gradients = {name: p.grad for name, p in [*model.named_parameters(), *inputs[-1].items()]}
     return {"out": outs[-1].detach()} | {name: x for name, x in gradients.items() if x is not None}
@@ -86,10 +82,8 @@ def test_under_fsdp2(worlds):
 def error_of_two_lengths() -> tuple[float, str]:
     """Error of a model copy that runs forward on two videos before a backward that recomputes both."""
     (model, inputs), (full, _) = wan(), wan()
-    longer = {
-        **inputs,
-        "hidden_states": draw(2, 4, 2, 14, 4),
-    }  # 28 tokens after 27: some ranks have equally many of both
+    # 28 tokens after 27: some ranks have equally many of both.
+    longer = {**inputs, "hidden_states": draw(2, 4, 2, 14, 4)}
     model.enable_gradient_checkpointing()
     context_parallel().prepare(model)
     return error(deepcopy(model), output_and_gradients(full, inputs, longer), inputs, longer)
@@ -111,10 +105,7 @@ VARIANTS = {
     "controlnet of Flux": (
         flux,
         {},
-        lambda: {
-            "controlnet_block_samples": [draw(2, 25, 64)],
-            "controlnet_single_block_samples": [draw(2, 25, 64)],
-        },
+        lambda: {key: [draw(2, 25, 64)] for key in ("controlnet_block_samples", "controlnet_single_block_samples")},
     ),
     "ids of rows": (flux, {}, lambda: {"img_ids": draw(2, 25, 3).expand(2, 25, 3), "txt_ids": torch.zeros(2, 7, 3)}),
     "controlnet of Qwen, images given": (
@@ -133,16 +124,14 @@ VARIANTS = {
 }
 
 
-def error_of_variant(name: str) -> tuple[float, str]:
-    build, config, extra_inputs = VARIANTS[name]
-    (model, inputs), (full, _) = build(**config), build(**config)
-    inputs |= extra_inputs()
-    context_parallel().prepare(model)
-    return error(model, output_and_gradients(full, inputs), inputs)
-
-
 def errors_of_variants() -> dict[str, tuple[float, str]]:
-    return {name: error_of_variant(name) for name in VARIANTS}
+    errors = {}
+    for name, (build, config, extra_inputs) in VARIANTS.items():
+        (model, inputs), (full, _) = build(**config), build(**config)
+        inputs |= extra_inputs()
+        context_parallel().prepare(model)
+        errors[name] = error(model, output_and_gradients(full, inputs), inputs)
+    return errors
 
 
 def test_variants_of_inputs_and_configs(worlds):

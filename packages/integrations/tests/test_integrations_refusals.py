@@ -209,13 +209,10 @@ CALLS: dict[Callable[..., object], list[tuple[dict[str, object], str]]] = {
         (padding(1, 1, 1, 1, 1, 0) | {"shift_labels": SIX}, "hides have labels"),
         (padding(1, 1, 1, 1, 1, 1) | {"position_ids": SIX[:1] % 3}, "attention_mask"),
     ],
-    ContextParallel(Local()).shard: [
-        ({"ids": torch.zeros(6)}, "whole batch"),
-        ({"ids": [[1, 2]]}, "ids.*list"),
-    ],
+    ContextParallel(Local()).shard: [({"ids": torch.zeros(6)}, "whole batch"), ({"ids": [[1, 2]]}, "ids.*list")],
     shard_counting_from: [({"padding_idx": 3}, "padding_idx=3"), ({"padding_idx": -1}, "padding_idx=-1")],
     partial(shard_inputs, ContextParallel(Local())): [
-        ({"inputs": {"input_ids": SIX[0], "position_ids": SIX[0]}}, r"ids \(6,\)"),
+        ({"inputs": {"input_ids": SIX[0], "position_ids": SIX[0]}}, r"ids \(6,\)")
     ],
     **{
         function: [({argument: wrong}, "not a method|method='ring'") for wrong in (None, "ring", Local)]
@@ -255,7 +252,7 @@ CALLS: dict[Callable[..., object], list[tuple[dict[str, object], str]]] = {
     ],
     cross_attention: [({}, "mask of cross-attention")],
     lambda attention: with_attention(attention)(IDS): [
-        ({"attention": OwnAttention()}, r"layers.1.self_attn \(OwnAttention\)"),
+        ({"attention": OwnAttention()}, r"layers.1.self_attn \(OwnAttention\)")
     ],
     lambda attention: prepare(with_attention(attention)): [
         ({"attention": OwnAttention()}, r"layers.1.self_attn \(OwnAttention\)"),
@@ -510,10 +507,7 @@ ON_RANKS: list[tuple[Callable[[], object], str]] = [
     (lambda: llama(edit=lambda m: m.set_attn_implementation("armillary"), output_attentions=True), "output_attentions"),
     (lambda: llama(position_bias=torch.zeros(1)), "position_bias"),
     (lambda: mistral(config={"sliding_window": 0}), "sliding_window=0"),
-    (
-        lambda: llama(edit=set_of("model.layers.0.self_attn", "is_causal", False)),
-        "its mask is causal",
-    ),
+    (lambda: llama(edit=set_of("model.layers.0.self_attn", "is_causal", False)), "its mask is causal"),
     # Masks, and positions of images.
     (lambda: mistral(options={"mask": AttentionMask(causal=False)}), "has causal=False, but the model is causal"),
     (lambda: bert(options={"mask": AttentionMask()}), "has causal=True, but the model is bidirectional"),
@@ -566,17 +560,11 @@ ON_RANKS: list[tuple[Callable[[], object], str]] = [
         lambda: diffuse_unequal(lambda m, x, rank: x.update(hidden_states=x["hidden_states"][:, rank:])),
         "hidden_states: not the same",
     ),
-    (
-        lambda: diffuse_unequal(lambda m, _, rank: m.proj_out.bias.data.add_(rank)),
-        "proj_out.bias: not the same",
-    ),
+    (lambda: diffuse_unequal(lambda m, _, rank: m.proj_out.bias.data.add_(rank)), "proj_out.bias: not the same"),
 ]
 
 BEFORE_COMMUNICATION: list[tuple[Callable[[], object], str]] = [
-    (
-        prepare_another_class,
-        "PixArtTransformer2DModel cannot be sharded; of diffusers' transformers, Flux",
-    ),
+    (prepare_another_class, "PixArtTransformer2DModel cannot be sharded; of diffusers' transformers, Flux"),
     (prepare_twice, "prepared already"),
     (lambda: diffuse(edit=set_of("", "_parallel_config", "set")), "under diffusers' enable_parallelism too"),
     (lambda: diffuse(edit=set_ip_adapter), "has the processor FluxIPAdapterAttnProcessor"),

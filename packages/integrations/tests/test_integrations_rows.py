@@ -24,11 +24,6 @@ SKIPPING = torch.cat([torch.arange(20), torch.arange(57, 57 + LENGTH - 20)])
 """Position ids of a row whose second document is a later part of a longer one."""
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    transformers.logging.set_verbosity_error()
-
-
 def new_model(name: str, **changes):
     """A tiny model in float64 with reproducible random weights."""
     transformers.logging.set_verbosity_error()
@@ -73,12 +68,10 @@ def test_documents_of_position_ids_are_those_of_transformers():
 
 
 PADDED = torch.tensor([*ENDS, LENGTH, LENGTH], dtype=torch.int32)
+SKIPS = {"position_ids": SKIPPING[None]}
 ROWS = {
-    "positions that skip": {"position_ids": SKIPPING[None]},
-    "positions that skip in a masked row": {
-        "position_ids": SKIPPING[None],
-        "attention_mask": torch.ones(2, LENGTH).long(),
-    },
+    "positions that skip": SKIPS,
+    "positions that skip in a masked row": SKIPS | {"attention_mask": torch.ones(2, LENGTH).long()},
     "boundaries": {"position_ids": torch.cat([torch.arange(20), torch.arange(25)])[None]},
 }
 

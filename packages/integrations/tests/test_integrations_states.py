@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import LENGTH, VOCABULARY, build, in_float64, tokens, transformers
@@ -67,24 +66,14 @@ def test_a_prepared_model_need_not_pass_options_to_its_backbone(worlds):
                 assert relative_error(gradient, parameter.grad) < 1e-8, (users, name)
 
 
-# Masks on one rank, and the documents or paths of rows whose tokens equal those of a separate row.
-TREE = AttentionMask.tree((0, 20, 31, 40, LENGTH), (-1, 0, 1, 0))
-MASKS = {
-    "Bamba": ({"documents": DOCUMENTS[0]}, [[run] for run in pairwise(DOCUMENTS[0])]),
-    "Qwen3Next": ({"mask": TREE}, [[(0, 40)], [(0, 20), (40, LENGTH)]]),
-}
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_documents_and_paths_of_a_tree_equal_separate_rows(name):
+def test_paths_of_a_tree_equal_separate_rows():
     register_transformers(Local())
-    (mask, paths), ids, alone = MASKS[name], tokens(), build(name, "eager")
+    tree = AttentionMask.tree((0, 20, 31, 40, LENGTH), (-1, 0, 1, 0))
     positions = torch.cat([torch.arange(40), torch.arange(20, 28)]).expand(2, -1)
-    options = {"position_ids": positions} if "mask" in mask else {}
-    with in_float64(), sequence(layout=Local().layout(LENGTH), **mask):
-        logits = build(name)(ids, use_cache=False, **options).logits
-    for path in paths:
-        path_tokens = torch.cat([torch.arange(*run) for run in path])
+    ids, alone = tokens(), build("Qwen3Next", "eager")
+    with in_float64(), sequence(layout=Local().layout(LENGTH), mask=tree):
+        logits = build("Qwen3Next")(ids, use_cache=False, position_ids=positions).logits
+    for path in (torch.arange(40), torch.cat([torch.arange(20), torch.arange(40, LENGTH)])):
         with in_float64():
-            expected = alone(ids[:, path_tokens], use_cache=False).logits
-        assert relative_error(logits[:, path_tokens], expected) < 1e-9, path
+            expected = alone(ids[:, path], use_cache=False).logits
+        assert relative_error(logits[:, path], expected) < 1e-9

@@ -26,11 +26,6 @@ FSDP2 = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 FSDP2 |= {"transformer_layer_cls_to_wrap": ["MistralDecoderLayer"]}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    transformers.logging.set_verbosity_error()
-
-
 class LongTrainer(ContextParallelTrainer, transformers.Trainer):
     pass
 
@@ -84,41 +79,38 @@ def trainer(kind: type, implementation: str, folder, collator=padded, data=None,
     return kind(built, arguments(folder, **changes), collator, data or rows(14), eval_dataset=rows(4, seed=2))
 
 
-def train_and_predict(kind: type, implementation: str, folder, resume: int = 0, **changes):
-    """Trains and predicts five rows with and without labels. Returns logs, parameters and both predictions.
+def train(run, checkpoint=None):
+    """Logs and parameters after training, from a checkpoint if there is one."""
+    run.train(resume_from_checkpoint=checkpoint)
+    return run.state.log_history, [getattr(p, "full_tensor", p.clone)().detach() for p in run.model.parameters()]
 
-    Args:
-        resume: step of the checkpoint to resume from; 0 starts a new run.
-    """
+
+def train_predict_and_resume(kind: type, implementation: str, folder, **changes):
+    """Results of `train`, predictions of five rows with and without labels, and results of a resumed run."""
     run = trainer(kind, implementation, folder, **changes)
-    run.train(resume_from_checkpoint=str(folder / f"checkpoint-{resume}") if resume else None)
-    learned = [getattr(p, "full_tensor", p.clone)().detach() for p in run.model.parameters()]
-    predictions = run.predict(rows(5, seed=3))
+    trained, predictions = train(run), run.predict(rows(5, seed=3))
     run.args.include_num_input_tokens_seen = "no"
     unlabelled = run.predict([{"input_ids": row["input_ids"]} for row in rows(5, seed=3)]).predictions
-    return run.state.log_history, learned, predictions, unlabelled
+    resumed = train(trainer(kind, implementation, folder, **changes), str(folder / "checkpoint-2"))
+    return trained, predictions, unlabelled, resumed
 
 
 SHORT = {"max_steps": 2, "eval_steps": 2, "save_strategy": "no"}
 ROBERTA = {"family": "RobertaForCausalLM", "is_decoder": True, "hidden_dropout_prob": 0.0}
 ROBERTA |= {"attention_probs_dropout_prob": 0.0}
 VARIANTS = {
-    "position ids from padding_idx": {
-        "family": ROBERTA,
-        "optim": "sgd",
-    },  # AdamW would amplify gradients that are only rounding
+    # AdamW would amplify gradients that are only rounding.
+    "position ids from padding_idx": {"family": ROBERTA, "optim": "sgd"},
     "packed": {"collator": packed, "include_num_input_tokens_seen": "all"},
     "smoothed": {"label_smoothing_factor": 0.1},
 }
 
 
 def variants(kind: type, implementation: str, folder):
-    results = {}
-    for name, changes in VARIANTS.items():
-        run = trainer(kind, implementation, folder / name, **SHORT | changes)
-        run.train()
-        results[name] = run.state.log_history, [p.detach().clone() for p in run.model.parameters()]
-    return results
+    return {
+        name: train(trainer(kind, implementation, folder / name, **SHORT | changes))
+        for name, changes in VARIANTS.items()
+    }
 
 
 def on_ranks(folder):
@@ -126,32 +118,27 @@ def on_ranks(folder):
     usp = Ulysses(mesh(ring=2, ulysses=2)["ulysses"], inner=Ring(mesh(ring=2, ulysses=2)["ring"]))
     register_transformers(usp)
     register_transformers(Ring(mesh(shard=2, ring=2)["ring"]), "in groups")
-    results = {}
     with accelerated():
-        results["ddp"] = train_and_predict(LongTrainer, "armillary", folder / "ddp")
-        results["ddp, resumed"] = train_and_predict(LongTrainer, "armillary", folder / "ddp", resume=2)
-        results |= variants(LongTrainer, "armillary", folder)
+        results = variants(LongTrainer, "armillary", folder)
+        results["ddp"] = train_predict_and_resume(LongTrainer, "armillary", folder / "ddp")
         results["refused"] = refusals_on_ranks(folder)
     with accelerated():
         halves = {"per_device_train_batch_size": 1, "per_device_eval_batch_size": 1}
         sharded = {"fsdp": True, "fsdp_config": FSDP2, **halves}
-        results["fsdp2"] = train_and_predict(LongTrainer, "in groups", folder / "fsdp2", **sharded)
-        results["fsdp2, resumed"] = train_and_predict(LongTrainer, "in groups", folder / "fsdp2", resume=2, **sharded)
+        results["fsdp2"] = train_predict_and_resume(LongTrainer, "in groups", folder / "fsdp2", **sharded)
     return results
 
 
 def refusals_on_ranks(folder):
     """Errors for rows that differ between ranks, and for a loss that does not predict the next token."""
-    messages = []
     run = trainer(LongTrainer, "armillary", folder / "refused", data=rows(14, seed=dist.get_rank() // 3), **SHORT)
     tagger = model("armillary", "MistralForTokenClassification")
     batch = run.cp.shard(torch.ones(2, 16, dtype=torch.long))
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError) as of_rows:
         run.train()
-    messages.append(str(raised.value))
-    with pytest.raises(ValueError) as raised, batch:
+    with pytest.raises(ValueError) as of_loss, batch:
         tagger(**batch.inputs)
-    return [*messages, str(raised.value)]
+    return [str(of_rows.value), str(of_loss.value)]
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +148,7 @@ def runs(worlds, tmp_path_factory):
     ranks = worlds(4).run(on_ranks, folder)
     with accelerated():
         one = variants(transformers.Trainer, "sdpa", folder / "one")
-        for name in ("ddp", "fsdp2"):
-            folder_of_one = folder / name / "one"
-            one[name] = train_and_predict(transformers.Trainer, "sdpa", folder_of_one)
-            one[f"{name}, resumed"] = train_and_predict(transformers.Trainer, "sdpa", folder_of_one, resume=2)
+        one["whole"] = train_predict_and_resume(transformers.Trainer, "sdpa", folder / "one")
     return one, ranks
 
 
@@ -182,16 +166,17 @@ def check_parameters(actual, expected):
 @pytest.mark.parametrize("run", ["ddp", "fsdp2"])
 def test_steps_and_predictions_equal_one_rank_and_resume_from_a_checkpoint(runs, run):
     one, ranks = runs
+    (full_logs, learned), full, full_unlabelled, (full_resumed_logs, _) = one["whole"]
     for rank in ranks:
-        for part in (run, f"{run}, resumed"):
-            check_logs(rank[part][0], one[part][0])
-            check_parameters(rank[part][1], one[run][1])
+        (logs, parameters), actual, unlabelled, (resumed_logs, resumed_parameters) = rank[run]
+        check_logs(logs, full_logs)
+        check_logs(resumed_logs, full_resumed_logs)
+        check_parameters(parameters, learned)
+        check_parameters(resumed_parameters, learned)
         # Predictions, in sequence order.
-        _, _, actual, unlabelled = rank[run]
-        full = one[run][2]
         assert np.array_equal(actual.label_ids, full.label_ids)
         label_indices = (full.label_ids != -100).nonzero()
-        for sharded, expected in ((actual.predictions, full.predictions), (unlabelled, one[run][3])):
+        for sharded, expected in ((actual.predictions, full.predictions), (unlabelled, full_unlabelled)):
             assert sharded.shape == expected.shape
             assert relative_error(torch.tensor(sharded[label_indices]), torch.tensor(expected[label_indices])) < 1e-12
         if run == "ddp":  # of a last batch that some groups lack, Trainer's loss is another on several ranks
@@ -249,9 +234,8 @@ def test_padding_on_both_sides_is_masked():
 def loss_without_the_first(logits, ids, mask):
     """The mean loss of tokens with a predecessor: in transformers' loss padding predicts the first token."""
     has_predecessor = (mask[:, 1:] * mask[:, :-1]).bool()
-    return float(
-        torch.nn.functional.cross_entropy(logits[:, :-1][has_predecessor].detach(), ids[:, 1:][has_predecessor])
-    )
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1][has_predecessor], ids[:, 1:][has_predecessor])
+    return float(losses.detach())
 
 
 def test_boundaries_without_position_ids_count_from_padding_idx():

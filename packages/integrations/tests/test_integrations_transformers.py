@@ -8,18 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import (
-    LENGTH,
-    MODELS,
-    PADDING,
-    VOCABULARY,
-    build,
-    draw,
-    in_float64,
-    tokens,
-    transformers,
-    usp,
-)
+from tiny_models import LENGTH, MODELS, PADDING, VOCABULARY, build, draw, in_float64, tokens, transformers, usp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 

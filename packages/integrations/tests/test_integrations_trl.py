@@ -50,11 +50,6 @@ class LongRewardTrainer(ContextParallelRewardTrainer, trl.RewardTrainer):
     pass
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quiet():
-    transformers.logging.set_verbosity_error()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A tiny random model with a window, in float64, and its tokenizer."""

@@ -4,7 +4,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from test_integrations_trl import VOCABULARY, folder, quiet, trainer
+from test_integrations_trl import VOCABULARY, folder, trainer
 
 from armillary.attention import ContextParallel
 from armillary.attention.post_training import dpo_loss, grpo_loss
@@ -14,7 +14,7 @@ from armillary.integrations.testing import accelerated
 trl = pytest.importorskip("trl")
 transformers = pytest.importorskip("transformers")
 
-__all__ = ["folder", "quiet"]  # fixtures
+__all__ = ["folder"]  # a fixture
 PROMPT, N, ROWS = 7, 22, 4
 LENGTHS = [15, 9, 12, 4]
 """Tokens of each row's completion."""
@@ -107,14 +107,7 @@ def on_ranks(folder):
             described |= {"logits": logits.mean(-1), "mean_token_accuracy": (logits.argmax(-1) == labels).double()}
             pairs = torch.tensor([[0, 2], [1, 3]])  # TRL orders the chosen rows first
             loss, metrics = dpo_loss(
-                chosen,
-                reference_logprobs,
-                rows,
-                pairs,
-                cp.axes,
-                beta=0.5,
-                gradients="averaged",
-                statistics=described,
+                chosen, reference_logprobs, rows, pairs, cp.axes, beta=0.5, gradients="averaged", statistics=described
             )
         loss.backward()
         cp.reduce_gradients(model)

@@ -36,7 +36,6 @@ LONGROPE |= {"original_max_position_embeddings": 44}
 CAUSAL = {
     "llama": ("Llama", {}),
     "mistral, narrow": ("Mistral", {"sliding_window": 5}),
-    "mistral, one token": ("Mistral", {"sliding_window": 1}),
     "mistral, wider than a shard": ("Mistral", {"sliding_window": 17}),
     "mistral, no window": ("Mistral", {"sliding_window": None}),
     # Scaling starts at position 44, which one of the four shards has.
