@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from test_plan_memory_command import by_formulas
 
 from armillary.models import Llama, LlamaConfig
 from armillary.plan.arguments import cluster_of
 from armillary.plan.cli import main
-from armillary.plan.memory import Job, StepMemory, estimate
+from armillary.plan.memory import Job, estimate
 from armillary.plan.memory.room import Room
 from armillary.plan.trainer_run import job_of, predict, time_of
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
@@ -101,11 +102,10 @@ def test_accumulation_adds_gradients_and_zero_stage_1_sends_parameters_once_per_
 def test_hybrids_are_predicted_by_simulation_and_plan(monkeypatch, capsys):
     simulated = list[tuple[Job, int]]()
 
-    def recorded(job, *_):
-        """Takes the estimate for the simulation, with which other tests compare it."""
-        usage = estimate(job)
-        simulated.append((job, usage.device))
-        return StepMemory(usage.device, usage.device_breakdown, usage.host, usage.host_breakdown, None, 0.0, 0)
+    def recorded(job, progress=None):
+        memory = by_formulas(job, progress)
+        simulated.append((job, memory.device))
+        return memory
 
     monkeypatch.setattr("armillary.plan.trainer_run.simulate", recorded)
     flags = "--recipe hybrid --cluster 8xh100 --parallel.ring 8 --parallel.ulysses 1 --data.sequence-length 64 --json"
@@ -125,7 +125,7 @@ def test_hybrids_are_predicted_by_simulation_and_plan(monkeypatch, capsys):
 
 def hybrid_time(length: int, layers: int, policy: str = "layer"):
     recipe = recipes.hybrid()
-    model = replace(recipe.model, vocab_size=257, mixers=("delta_rule",), layers=layers)
+    model = replace(recipe.model, vocab_size=257, mixers=("mamba2",), layers=layers)
     config = replace(
         recipe,
         model=model,

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gathered_queries import GatheredQueries, GatheredQueriesPlan
-from test_plan_estimate import EQUAL, GROUPED, measured, sizes
+from test_plan_estimate import EQUAL, GROUPED, check_formulas, measured, sizes
 
 from armillary.attention import AttentionMask, AttentionShape, build_comm_plan
 from armillary.attention.comm_plans.method_plan import SequencePlan
@@ -111,10 +111,8 @@ def test_bytes_equal_its_communication_plan(worlds):
 
 @pytest.mark.parametrize(("ranks", "heads"), [(2, GROUPED), (8, EQUAL)])
 def test_formula_of_its_memory(ranks, heads):
-    x, plan = sizes(*heads), AttentionChoice(NEW).method.sequence_plan(ranks)
-    assert [plan.forward_memory(x, ranks), plan.backward_memory(x, ranks)] == pytest.approx(
-        measured(AttentionChoice(NEW), ranks, *heads), rel=0.04
-    )
+    choice = AttentionChoice(NEW)
+    check_formulas(choice, ranks, sizes(*heads), (0.96, 1.04), measured(choice, ranks, *heads))
 
 
 def test_the_search_includes_it_and_omits_methods_without_a_plan_with_a_note():

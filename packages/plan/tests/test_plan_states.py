@@ -7,13 +7,14 @@ from itertools import product
 
 import pytest
 import torch
+from test_plan_memory_command import by_formulas
 
 from armillary.attention.parts import over_all_ranks
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig
 from armillary.plan import Cluster
-from armillary.plan.memory import AttentionChoice, Job, StepMemory, estimate
+from armillary.plan.memory import AttentionChoice, Job, StepMemory
 from armillary.plan.memory import cli as command_module
 from armillary.plan.memory.cli import MemoryOptions, plan_memory
 from armillary.plan.memory.recurrent_memory import gathered_bytes
@@ -123,8 +124,7 @@ def test_longest_sequence_of_a_hybrid_is_searched_by_estimates(monkeypatch):
 
     def simulated(job: Job, progress: object) -> StepMemory:
         lengths.append(job.length)
-        usage = estimate(job)
-        return StepMemory(usage.device, {}, usage.host, {}, None, 0.0, 0)
+        return by_formulas(job, progress)
 
     monkeypatch.setattr(command_module, "simulate", simulated)
     plan = MemoryOptions(model="hybrid-8b", tokens="64Ki", max_context=True, attention="ring", on_host=False)
