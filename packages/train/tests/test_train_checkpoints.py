@@ -4,10 +4,9 @@ import json
 import os
 import random
 import re
-import resource
 import shutil
 from collections.abc import Generator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import replace
 from datetime import timedelta
 from io import StringIO
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.tensor import DTensor
 from training_runs import SMALL as PLAIN
-from training_runs import TEXT, at
+from training_runs import TEXT, at, file_size_limit, on_mesh
 
 from armillary.core.parts import compat
 from armillary.train import (
@@ -52,8 +51,7 @@ from armillary.train.parts import Ranks, Watchdog
 from armillary.train.step import train_step
 
 SMALL = replace(
-    PLAIN,
-    parallel=ParallelConfig(ring=2, ulysses=1),
+    on_mesh(PLAIN, ring=2),
     save=SaveConfig(every=2, keep_last=3),
     train=replace(PLAIN.train, accumulation=2),
 )
@@ -124,11 +122,7 @@ def test_resuming_is_bit_identical(worlds, reference, tmp_path, config):
 
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [
-        (4, ParallelConfig(replicate=2, ring=1, tp=2)),
-        (2, ParallelConfig(shard=2)),
-        (1, ParallelConfig()),
-    ],
+    [(4, ParallelConfig(replicate=2, ring=1, tp=2)), (2, ParallelConfig(shard=2)), (1, ParallelConfig())],
     ids=["replicas and tp", "shard", "one rank"],
 )
 def test_another_mesh_resumes_with_the_same_losses(worlds, reference, tmp_path, ranks, parallel):
@@ -316,12 +310,9 @@ def test_a_save_excludes_steps_made_meanwhile(worlds, tmp_path, old_torch):
 @contextmanager
 def no_room(ranks: tuple[int, ...]) -> Generator[None]:
     """Lets these ranks write only small files, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     dist.barrier()
-    if dist.get_rank() in ranks:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with file_size_limit(2000) if dist.get_rank() in ranks else nullcontext():
+        yield
     dist.barrier()
 
 
@@ -380,7 +371,7 @@ def test_an_error_is_reported_before_the_waits_for_a_save_and_for_sinks(monkeypa
     monkeypatch.setattr(Watchdog, "reporting", reporting)
     monkeypatch.setattr(loop, "train_step", fail)
     record_exit(Checkpoints, "waited for the save"), record_exit(Reporter, "waited for sinks")
-    config = at(replace(SMALL, parallel=ParallelConfig(ring=1, ulysses=1)), tmp_path)
+    config = at(on_mesh(SMALL), tmp_path)
     with process_group(config) as device:
         run = prepare(config, device)
         with pytest.raises(ValueError):

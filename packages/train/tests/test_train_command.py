@@ -92,8 +92,8 @@ def test_files_of_a_run_have_every_field_and_are_read_back_equally(tmp_path, cap
             key.rpartition(".")[2].replace("_", "-") for key in fields
         ]
         assert text.count("\n#") >= len(fields)
-        record = write_config(tmp_path, json.dumps(asdict(config), default=str), "config.json")
-        assert command("--recipe", "llama3_70b_128k", "--config", record) == config, name  # the file has all keys
+    record = write_config(tmp_path, json.dumps(asdict(config), default=str), "config.json")
+    assert command("--recipe", "llama3_70b_128k", "--config", record) == config  # the file has all keys
 
 
 def test_differences_from_the_recipe_are_printed_in_aligned_lines():

@@ -3,13 +3,13 @@
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from training_runs import file_size_limit
 
 from armillary.train import lock as locks
 from armillary.train.checkpoint.checkpoints import commit
@@ -62,13 +62,8 @@ def test_processes_are_told_apart_by_id_and_start_time(ended_process):
 
 def test_the_error_of_a_full_disk_names_the_lock_file(tmp_path):
     """A file size limit of this process stands for a full disk."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, limit[1]))
-    try:
-        with pytest.raises(OSError) as error:
-            acquire_lock(tmp_path / "lock")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    with pytest.raises(OSError) as error, file_size_limit(1):
+        acquire_lock(tmp_path / "lock")
     assert error.value.filename == str(tmp_path / "lock" / "1.held") and list((tmp_path / "lock").iterdir()) == []
 
 

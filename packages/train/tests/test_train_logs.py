@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import re
-import resource
 import signal
 import sys
 import threading
@@ -18,7 +17,7 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import SMALL as PLAIN
-from training_runs import at, train_small
+from training_runs import at, file_size_limit, train_small
 
 from armillary.train import (
     Config,
@@ -84,7 +83,7 @@ def run_until_a_signal(config: Config) -> tuple[int, str]:
 
 def test_a_run_writes_metrics_tensorboard_traces_and_a_plot_and_a_longer_one_appends(worlds, tmp_path):
     log = LogConfig(every=4, tensorboard=True, profile=(2, 3, 5))
-    config = replace(SMALL, data=texts(tmp_path), log=log, train=replace(SMALL.train, output=tmp_path))
+    config = at(replace(SMALL, data=texts(tmp_path), log=log), tmp_path)
     (summary, output), (_, output_of_rank_1) = worlds(2).run(train_small, config)
     records = list(read_records(tmp_path / "metrics.jsonl"))
     steps = [record for record in records if "loss" in record]
@@ -212,7 +211,7 @@ def report(config: Config, resumed: int, steps: list[int]) -> str:
 
 def test_a_restart_logs_no_step_twice(worlds, tmp_path):
     log = LogConfig(tensorboard=True, plot=False)
-    config = replace(SMALL, log=log, train=replace(SMALL.train, output=tmp_path))
+    config = at(replace(SMALL, log=log), tmp_path)
     path = tmp_path / "metrics.jsonl"
     worlds(1).run(report, config, 0, [1, 2, 3, 4, 5])
     path.write_bytes(path.read_bytes() + b'{"step": 6, "lo')  # a write interrupted by a kill
@@ -246,22 +245,17 @@ def test_numbers_that_are_not_finite_are_null_and_marked(tmp_path):
     assert good["loss"] == 2.0 and "bad" not in good
 
 
-def failing(config: Config) -> None:
-    with process_group(config), Reporter(config) as reporter:
+def report_a_failure(config: Config) -> None:
+    quiet = redirect_stdout(io.StringIO())
+    with quiet, pytest.raises(FloatingPointError), process_group(config), Reporter(config) as reporter:
         reporter.on_resume(0)
         reporter.step(metrics(1, loss=float("nan")))
         raise FloatingPointError("step 2: loss nan")
 
 
-def fails(config: Config) -> bool:
-    with redirect_stdout(io.StringIO()), pytest.raises(FloatingPointError):
-        failing(config)
-    return True
-
-
 def test_skipped_steps_and_failures_are_events(worlds, tmp_path):
-    config = replace(SMALL, train=replace(SMALL.train, output=tmp_path))
-    assert worlds(1).run(fails, config) == [True]
+    config = at(SMALL, tmp_path)
+    worlds(1).run(report_a_failure, config)
     events = [r for r in read_records(tmp_path / "metrics.jsonl") if "event" in r]
     assert [(r["event"], r["step"]) for r in events] == [("started", 0), ("skipped", 1), ("failed", 1)]
     assert events[-1]["text"] == "FloatingPointError: step 2: loss nan"
@@ -277,7 +271,7 @@ def refused(config: Config) -> str:
 
 def test_a_refused_resume_leaves_its_records_unchanged(worlds, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 6, "lo')
-    config = replace(SMALL, log=LogConfig(tensorboard=True), train=replace(SMALL.train, output=tmp_path))
+    config = at(replace(SMALL, log=LogConfig(tensorboard=True)), tmp_path)
     assert worlds(1).run(refused, config) == ["step-3 cannot be read\n"]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 6, "lo'
     assert not (tmp_path / "tb").exists()
@@ -311,17 +305,13 @@ def test_a_hung_sink_does_not_delay_the_run():
 
 def full_disk(folder: Path) -> tuple[str, list[int]]:
     """A file size limit of 1,000 bytes stands for a full disk for part of the steps."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     messages: list[str] = []
     journal = Journal(folder / "metrics.jsonl")
     guarded = GuardedSink(journal, messages.append)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    with file_size_limit(1000):
         for step in range(1, 11):
             guarded.submit(lambda sink, step=step: sink.step(metrics(step)))
         guarded.flush(60)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     guarded.submit(lambda sink: sink.step(metrics(11)))
     guarded.close(60)
     return " ".join(messages), [record["step"] for record in read_records(journal.path)]
@@ -370,7 +360,7 @@ def report_to_stand_in(config: Config, resumed: int, steps: list[int]) -> str:
 
 def test_a_restart_resumes_its_wandb_run(worlds, tmp_path):
     (tmp_path / "wandb.py").write_text(STAND_IN)
-    config = replace(SMALL, log=LogConfig(wandb="long", plot=False), train=replace(SMALL.train, output=tmp_path))
+    config = at(replace(SMALL, log=LogConfig(wandb="long", plot=False)), tmp_path)
     worlds(1).run(report_to_stand_in, config, 0, [1])
     worlds(1).run(report_to_stand_in, config, 1, [2])
     calls = [json.loads(line) for line in (tmp_path / "wandb-calls.jsonl").read_text().splitlines()]

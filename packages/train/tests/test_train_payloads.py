@@ -5,7 +5,6 @@ import io
 import json
 import os
 import pickle
-import resource
 import shutil
 from contextlib import redirect_stderr
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import SMALL, train_small
+from training_runs import SMALL, file_size_limit, train_small
 from training_runs import at as placed
 
 from armillary.models import Llama
@@ -186,11 +185,7 @@ def test_values_of_a_manifest_are_printed_without_control_characters(worlds, che
 
 def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
     """A file size limit stands for a full disk: torch, safetensors and Python fail equally."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
-    try:
+    with file_size_limit(1000):
         messages = exported(checkpoint / "checkpoint/step-1", tmp_path / "hf")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     assert messages == f"armillary-export: {tmp_path}/hf/model.safetensors: {os.strerror(errno.EFBIG)}\n"
     assert list((tmp_path / "hf").iterdir()) == []

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import on_mesh
 
 from armillary.attention.call import spec
 from armillary.data.prepare import Preparation
@@ -25,7 +26,6 @@ from armillary.train import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     Run,
     SaveConfig,
     TrainConfig,
@@ -56,10 +56,6 @@ def small(tmp_path_factory) -> Config:
 
 def with_options(config: Config, **train_options: Any) -> Config:
     return replace(config, train=replace(config.train, **train_options))
-
-
-def on_mesh(config: Config, **axes: int) -> Config:
-    return replace(config, parallel=ParallelConfig(**{"ring": 1, "ulysses": 1} | axes))
 
 
 def prepare_run(config: Config) -> Run:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
+from training_runs import on_mesh
 
 from armillary.core import SequenceLayout
 from armillary.core.testing import relative_error
@@ -17,7 +18,6 @@ from armillary.train import (
     DataConfig,
     ModelConfig,
     OptimizerConfig,
-    ParallelConfig,
     TrainConfig,
     ValidationConfig,
     prepare,
@@ -112,9 +112,9 @@ def losses_of_first_batches(configs: list[Config]) -> list[tuple[torch.Tensor, d
     return [loss_of_first_batch(config) for config in configs]
 
 
-def on_mesh(config: Config, layout: str = "zigzag", parts: int = 1, **axes: int) -> Config:
+def configured(config: Config, layout: str = "zigzag", parts: int = 1, **axes: int) -> Config:
     data, train = replace(config.data, layout=layout), replace(config.train, accumulation=parts)
-    return replace(config, data=data, train=train, parallel=ParallelConfig(**{"ring": 1, "ulysses": 1} | axes))
+    return on_mesh(replace(config, data=data, train=train), **axes)
 
 
 def error(actual, expected) -> float:
@@ -125,9 +125,9 @@ def error(actual, expected) -> float:
 
 def test_a_batch_of_trees_equals_separate_sequences(worlds, config):
     exact = separate(config)
-    alone = loss_of_first_batch(on_mesh(config))
+    alone = loss_of_first_batch(configured(config))
     assert error(alone, exact) < 1e-9
-    configs = [*(on_mesh(config, **axes) for axes in MESHES), on_mesh(config, "balanced", 2, ring=2, shard=2)]
+    configs = [*(configured(config, **axes) for axes in MESHES), configured(config, "balanced", 2, ring=2, shard=2)]
     for rank in worlds(4).run(losses_of_first_batches, configs):
         for each, actual in zip(configs, rank, strict=True):
             assert error(actual, exact) < 1e-9, each.parallel

@@ -1,7 +1,9 @@
 """A small training run on gloo ranks, for tests."""
 
 import io
-from contextlib import redirect_stdout
+import resource
+from collections.abc import Generator
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from armillary.train import (
     DataConfig,
     LogConfig,
     ModelConfig,
+    ParallelConfig,
     Summary,
     TrainConfig,
     ValidationConfig,
@@ -34,6 +37,22 @@ SMALL = Config(
 def at(config: Config, folder: Path, **changes: Any) -> Config:
     """Returns the configuration with this output folder, and other changes of its section `train`."""
     return replace(config, train=replace(config.train, output=folder, **changes))
+
+
+def on_mesh(config: Config, **axes: Any) -> Config:
+    """Returns the configuration on a mesh with these axes and no others."""
+    return replace(config, parallel=ParallelConfig(**{"ring": 1, "ulysses": 1} | axes))
+
+
+@contextmanager
+def file_size_limit(count: int) -> Generator[None]:
+    """Lets this process write only files of up to `count` bytes, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def train_small(config: Config) -> tuple[Summary, str]:
