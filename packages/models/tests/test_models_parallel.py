@@ -40,7 +40,6 @@ LLAMA = LlamaConfig(vocab_size=37, dim=32, layers=2, heads=8, kv_heads=4, hidden
 TIED = replace(LLAMA, tied_embeddings=True, qkv_bias=True, qk_norm=False, vocab_size=40, kv_heads=2)
 FEW = replace(LLAMA, vocab_size=5, qk_norm=False, tied_embeddings=True)  # 4 ranks get 2, 2, 1 and 0 rows
 LEARNED = GPTConfig(vocab_size=38, dim=32, layers=2, heads=8, max_positions=64)
-ONE_LATENT = replace(LATENT, layers=1)
 TIED_HYBRID = replace(HYBRID, mixers=("attention", "mamba2", "delta_rule"), tied_embeddings=True)
 OF_STATES = replace(HYBRID, layers=2, mixers=("delta_rule", "mamba2"))
 ROWS, N = 4, 64
@@ -182,6 +181,7 @@ def compare(case: Case, float64: dict[str, Tensor], float32: dict[str, Tensor]) 
 
 
 KEEP = Checkpointing("attention_output", chunk=3)
+FEW_INPUTS = replace(KEEP, inputs=2)
 RECOMPUTE = replace(KEEP, inputs=1, outputs=1, offload=True)
 LAYER = Checkpointing("layer")
 TILED = Checkpointing(tiled=True, chunk=5)
@@ -194,22 +194,12 @@ GROUPS = {
         Case({"tp": 2, "ring": 2}, "ring", tokens=43),
     ],
     "4 ranks, hybrid": [
-        Case(
-            {"ring": 2, "ulysses": 2},
-            "usp",
-            HYBRID,
-            replace(KEEP, inputs=2),
-            packed=True,
-            tokens=43,
-            contiguous_states=True,
-        ),
+        Case({"ring": 2, "ulysses": 2}, "usp", TIED_HYBRID, FEW_INPUTS, packed=True, tokens=43, contiguous_states=True),
         Case({"tp": 2, "ring": 2}, "ring", HYBRID, LAYER, packed=True, tokens=43),
-        Case({"shard": 2, "ring": 2}, "ring", TIED_HYBRID, LAYER, packed=True, tokens=43, contiguous_states=True),
     ],
     "4 ranks, latents": [
         Case({"tp": 2, "ulysses": 2}, "upipe", LATENT, KEEP, packed=True),
         Case({"ring": 2, "ulysses": 2}, "usp", DIRECT, RECOMPUTE, packed=True, tokens=43),
-        Case({"tp": 2, "ring": 2}, "ring", LATENT, tokens=43),
         Case({"shard": 2, "ulysses": 2}, "upipe", DIRECT, TILED, tokens=43, zero_stage=2),
     ],
     "2 ranks": [
@@ -221,7 +211,6 @@ GROUPS = {
     "compiled": [
         Case({"ulysses": 2}, "ulysses", replace(TIED, layers=1), KEEP, compiler="aot_eager"),
         Case({"ring": 2}, "ring", OF_STATES, compiler="aot_eager", packed=True),
-        Case({"ulysses": 2}, "upipe", ONE_LATENT, compiler="aot_eager"),
     ],
 }
 """Cases of equal world sizes, which run in the same processes so that torch's caches are warm."""
@@ -278,13 +267,11 @@ def test_dtensors_are_refused_by_name_before_communication(worlds):
     worlds(4).run(refused_dtensors)
 
 
-def out_of_range_raises() -> list[bool]:
-    """Returns True for each id or position out of range that raises on this rank."""
+def out_of_range_raises() -> None:
     over = mesh(tp=4)
     llama, gpt = build(LLAMA, torch.float32), build(LEARNED, torch.float32)
     for model in (llama, gpt):
         parallelize(model, over, precision=None)
-    actual: list[bool] = []
     for call in (
         lambda: llama(torch.tensor([[1, 2, 99, 3]])),
         lambda: llama(torch.tensor([[1, 2, -99, 3]])),
@@ -294,12 +281,10 @@ def out_of_range_raises() -> list[bool]:
     ):
         with pytest.raises((IndexError, RuntimeError), match=r"out of (range|bounds)"):
             call()
-        actual.append(True)
-    return actual
 
 
 def test_ids_and_positions_out_of_range_raise_on_every_rank(worlds):
-    assert worlds(4).run(out_of_range_raises) == [[True] * 5] * 4
+    worlds(4).run(out_of_range_raises)
 
 
 def gradients_of_two_micro_batches(zero_stage: int) -> list[float]:
