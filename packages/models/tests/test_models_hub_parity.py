@@ -1,4 +1,4 @@
-"""Logits equal transformers' for every option, for folders written by either library and read by the other."""
+"""Logits and gradients equal transformers' for every option, for folders written by either library and read by both."""
 
 import json
 from dataclasses import replace
@@ -8,16 +8,7 @@ import torch
 from latent_models import LATENT, SIZES
 
 from armillary.core.testing import relative_error
-from armillary.models import (
-    GPT,
-    GPTConfig,
-    LinearScaling,
-    Llama,
-    Llama3Scaling,
-    LlamaConfig,
-    YarnScaling,
-    initialize,
-)
+from armillary.models import GPT, GPTConfig, LinearScaling, Llama, Llama3Scaling, LlamaConfig, YarnScaling, initialize
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,10 +39,7 @@ CASES = {  # independent options share a case
     ),
     "qwen2 window": ("qwen2", replace(QWEN2, window=7)),
     "qwen2 window from 2": ("qwen2", replace(QWEN2, window=7, window_from=2)),
-    "qwen3 tied head_dim llama3": (
-        "qwen3",
-        replace(QWEN3, head_dim=12, tied_embeddings=True, rope_scaling=LLAMA3),
-    ),
+    "qwen3 tied head_dim llama3": ("qwen3", replace(QWEN3, head_dim=12, tied_embeddings=True, rope_scaling=LLAMA3)),
     "qwen3 biases window from 1": ("qwen3", replace(QWEN3, qkv_bias=True, out_bias=True, window=6, window_from=1)),
     "youtu": ("youtu", YOUTU),
     "youtu direct queries halves yarn": (
@@ -69,8 +57,8 @@ IDS = torch.randint(37, (2, N), generator=torch.Generator().manual_seed(0))
 
 
 def build(config):
-    """A model whose logits depend on every parameter."""
-    model = Llama(config) if isinstance(config, LlamaConfig) else GPT(config)
+    """A float64 model whose logits depend on every parameter."""
+    model = (Llama(config) if isinstance(config, LlamaConfig) else GPT(config)).double()
     initialize(model, 0)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -82,8 +70,14 @@ def build(config):
     return model
 
 
+def gradients(model, logits):
+    direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    logits.backward(direction)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_transformers_in_both_directions(case, tmp_path):
+def test_logits_and_gradients_equal_those_of_transformers_in_both_directions(case, tmp_path):
     kind, config = CASES[case]
     model = build(config)
     model.save_pretrained(tmp_path / "ours")
@@ -95,9 +89,13 @@ def test_logits_equal_those_of_transformers_in_both_directions(case, tmp_path):
     )
     assert fields["architectures"] == [type(reference).__name__]
     assert not any(loaded[fault] for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    with torch.no_grad():
-        expected, result = reference.eval()(IDS).logits, model(IDS)
-    assert relative_error(result, expected) < 1e-5
+    # Their norms and angles are float32 in any model.
+    expected, result = reference.eval()(IDS).logits, model(IDS)
+    assert relative_error(result, expected) < 2e-6
+    if kind != "gpt2":  # which fuses projections and transposes weights
+        exact = gradients(reference, expected)
+        for name, gradient in gradients(model, result).items():
+            assert relative_error(gradient, exact[name]) < 2e-6, name
 
     reference.save_pretrained(tmp_path / "theirs")
     reloaded = type(model).from_pretrained(tmp_path / "theirs")
