@@ -1,16 +1,14 @@
 """Offloading on a side stream, with a stand-in stream that copies only when it is waited for."""
 
 import gc
-import itertools
 from contextlib import nullcontext
 from functools import partial
 from weakref import ref
 
 import pytest
 import torch
-from test_models_checkpoint import build, gradients, loss_of
+from test_models_checkpoint import build, gradients, largest_error, loss_of
 
-from armillary.core.testing import relative_error
 from armillary.models import Checkpointing
 from armillary.models.activation_checkpoint import offload
 from armillary.models.activation_checkpoint.offload import HostCopy, OffloadedTensors, SideStream
@@ -60,7 +58,7 @@ OFFLOADED = [
 @pytest.mark.parametrize("options", OFFLOADED)
 def test_tensors_are_present_when_used_and_referenced_while_copied(side, options):
     result, expected = gradients(build(options, torch.float64)), gradients(build(Checkpointing(), torch.float64))
-    assert max(itertools.starmap(relative_error, zip(result, expected, strict=True))) < 1e-12
+    assert largest_error(result, expected) < 1e-12
     assert (
         side.idle and len(side.queue) == 3 + 2 and side.copies_to_device == 2
     )  # the last block's tensors are still on the device
@@ -81,7 +79,7 @@ def test_repeated_and_partial_backward(side, options):
         return [*first, *middle, *lowest, *torch.autograd.grad(loss, parameters)]
 
     result, expected = gradients_of_backwards(options), gradients_of_backwards(Checkpointing())
-    assert max(itertools.starmap(relative_error, zip(result, expected, strict=True))) < 1e-12
+    assert largest_error(result, expected) < 1e-12
     gc.collect()
     assert side.idle
 

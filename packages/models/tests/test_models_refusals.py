@@ -110,14 +110,14 @@ CALLS: dict[Callable[..., object], list[tuple[dict[str, object], str]]] = {
     ],
     LinearScaling: [({"factor": 0.0}, "LinearScaling.*factor=0.0"), ({"factor": "2"}, "factor='2'")],
     partial(Llama3Scaling, factor=8.0, low_freq_factor=1.0, original_max_position_embeddings=8192): [
-        ({"high_freq_factor": 1.0}, "high_freq_factor=1.0.*low_freq_factor=1.0"),
+        ({"high_freq_factor": 1.0}, "high_freq_factor=1.0.*low_freq_factor=1.0")
     ],
     partial(YarnScaling, factor=4.0, original_max_position_embeddings=4096): [
         ({"original_max_position_embeddings": None}, "original_max_position_embeddings=None"),
         ({"beta_fast": 0.5}, "beta_fast=0.5.*beta_slow=1.0"),
     ],
     YarnScaling(factor=4.0, original_max_position_embeddings=8192).frequencies: [
-        ({"head_dim": 64, "theta": 1.0}, "rope_theta=1"),
+        ({"head_dim": 64, "theta": 1.0}, "rope_theta=1")
     ],
     DEBUG.flops_per_token: [
         ({"length": 0}, "length=0"),
