@@ -91,18 +91,21 @@ def save_tables(folder: Path) -> list[str]:
     return wrong_weights(tables)
 
 
-def load_tables(folder: Path, axes: dict[str, int]) -> list[str]:
-    tables = Tables(axes, data=False)
-    state = {"model": tables.state_dict(), "name": ""}
-    dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
-    assert all(isinstance(weight, DTensor) for weight in state["model"].values()) and state["name"] == "tables"
-    return wrong_weights(tables)
+def load_tables(folder: Path) -> list[str]:
+    """Names of weights that are wrong after loading them on one of several meshes."""
+    faults = []
+    for axes in ({"shard": 2, "tp": 2}, {"shard": 1, "tp": 4}, {"shard": 2, "ring": 2}):
+        tables = Tables(axes, data=False)
+        state = {"model": tables.state_dict(), "name": ""}
+        dcp.load(state, checkpoint_id=folder, planner=LoadPlanner())
+        assert all(isinstance(weight, DTensor) for weight in state["model"].values()) and state["name"] == "tables"
+        faults += wrong_weights(tables)
+    return faults
 
 
 def test_uneven_shards_and_their_checkpoints_are_exact(worlds, tmp_path):
     assert worlds(4).run(save_tables, tmp_path) == [[]] * 4
-    for axes in ({"shard": 2, "tp": 2}, {"shard": 1, "tp": 4}, {"shard": 2, "ring": 2}):
-        assert worlds(4).run(load_tables, tmp_path, axes) == [[]] * 4
+    assert worlds(4).run(load_tables, tmp_path) == [[]] * 4
     one = {"model": {name: torch.zeros_like(weight) for name, weight in expected().items()}}
     dcp.load(one, checkpoint_id=tmp_path, no_dist=True)  # torch's default planner reads it
     assert all(torch.equal(one["model"][name], weight) for name, weight in expected().items())

@@ -16,14 +16,7 @@ from typing import Any
 import pytest
 
 from armillary.train.checkpoint.checkpoints import commit
-from armillary.train.checkpoint.files import (
-    MANIFEST,
-    Manifest,
-    checkpoint_fault,
-    checksum,
-    is_copy,
-    write_recorded,
-)
+from armillary.train.checkpoint.files import MANIFEST, Manifest, checkpoint_fault, checksum, is_copy, write_recorded
 from armillary.train.checkpoint.folder import CheckpointFolder
 
 fork = multiprocessing.get_context("fork")  # a forked process need not import torch

@@ -36,9 +36,8 @@ def folder(tmp_path_factory):
     model.save_pretrained(path)
     rows = [torch.tensor([[int(word) for word in prompt.split()]]) for prompt in PROMPTS]
     options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    actual = [
-        model.generate(row, attention_mask=torch.ones_like(row), **options) for row in rows
-    ]  # token 0 is not padding
+    # Token 0 is not padding.
+    actual = [model.generate(row, attention_mask=torch.ones_like(row), **options) for row in rows]
     return path, [ids[0, row.shape[1] :].tolist() for ids, row in zip(actual, rows, strict=True)]
 
 

@@ -31,15 +31,7 @@ from armillary.data.text.tokenizer import train_bpe
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
 from armillary.models.parameter_shards import box_of
 from armillary.models.parts import meta_model, parameter_shapes, parse
-from armillary.train import (
-    Config,
-    DataConfig,
-    LogConfig,
-    ModelConfig,
-    ParallelConfig,
-    SaveConfig,
-    TrainConfig,
-)
+from armillary.train import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, SaveConfig, TrainConfig
 from armillary.train import cli as trainer
 from armillary.train.build import vocabulary_size
 from armillary.train.checkpoint.export import main as export
@@ -447,10 +439,7 @@ RANKS: list[tuple[Callable[[], str], str]] = [
     (lambda: train("--data.path text.txt --model.pretrained hub-plain"), "hub-plain "),
     (lambda: train("--parallel.ring 3"), "ring 3 x ulysses 1 x tp 1 = 3 ranks, but 2 "),
     (lambda: train("--parallel.ulysses 2 --model.heads 1 --model.kv-heads 1"), "1 query heads .*2 ranks .*'ulysses'"),
-    (
-        lambda: train("--parallel.attention telepathy"),
-        "--parallel.attention: .*'telepathy'.*local, ring, token_ring,",
-    ),
+    (lambda: train("--parallel.attention telepathy"), "--parallel.attention: .*'telepathy'.*local, ring, token_ring,"),
     (lambda: train("--parallel.attention ring --parallel.ulysses 2"), "ring .*'ulysses' with 2 ranks"),
     (lambda: train("--parallel.kernel cudnn"), "--parallel.kernel cudnn: .*cpu_flash, dense"),
     (lambda: train("--train.output text.txt/inside"), "--train.output text.txt/inside: cannot be written to"),
