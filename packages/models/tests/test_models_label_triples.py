@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_models_linear_loss import TokensOfLogits
+from test_models_vocabulary import axis_of, rows_of
 
-from armillary.core.testing import mesh, relative_error
+from armillary.core.testing import relative_error
 from armillary.models import LabelTriples, interleaved_shard, linear_token_loss, token_loss
 
 B, T, V, E = 2, 7, 11, 6
@@ -102,10 +103,8 @@ def test_half_precision_is_as_exact_as_half_precision_logits():
 
 def on_vocabulary_shard(tokens, chunk, z_loss):
     """Loss and gradients of a rank with a vocabulary shard and every R-th token."""
-    axis = mesh(tp=4)["tp"]
-    leaves = [x.detach() for x in inputs(tokens)]
-    rank = axis.get_local_rank()
-    cut = [x.chunk(4)[rank] if rank < len(x.chunk(4)) else x[:0] for x in leaves[1:]]
+    axis, leaves = axis_of(), [x.detach() for x in inputs(tokens)]
+    cut = [rows_of(x) for x in leaves[1:]]
     local = [x.clone().requires_grad_() for x in (interleaved_shard(leaves[0], axis), *cut)]
     triples = LabelTriples(*triples_of(tokens=tokens), (B, tokens))
     options = {"bias": local[2], "chunk": chunk, "z_loss": z_loss, "axis": axis, "vocabulary": V}

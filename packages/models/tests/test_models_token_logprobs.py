@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from test_models_linear_loss import Allocations
+from test_models_vocabulary import axis_of, rows_of
 
 from armillary.core import CommLedger
-from armillary.core.testing import mesh, relative_error
+from armillary.core.testing import relative_error
 from armillary.models import interleaved_shard, token_logprobs
 
 E, V = 6, 13
@@ -70,12 +71,12 @@ def test_log_probabilities_and_gradients_match_log_softmax(listed):
 
 
 def on_ranks():
-    axis, size, rank = mesh(tp=dist.get_world_size())["tp"], dist.get_world_size(), dist.get_rank()
+    axis, size = axis_of(), dist.get_world_size()
     actual = {}
     for rows, tokens in SIZES:
         for listed in (False, True):
             hidden, weight, bias, *labels = inputs(rows, tokens)
-            shards = [x.chunk(size)[rank].clone() for x in (weight, bias)]
+            shards = rows_of(weight), rows_of(bias)
             with CommLedger() as ledger:
                 actual[rows, tokens, listed] = computed(
                     interleaved_shard(hidden, axis).clone(), *shards, *labels, listed, chunk=4, axis=axis, vocabulary=V
