@@ -111,8 +111,9 @@ def test_query_head_h_uses_kv_head_h_over_the_group_size(heads, kv_heads):
 
 
 def test_gradients_of_out_and_lse_pass_gradcheck():
-    leaves = [x.requires_grad_() for x in tensors(2, 1, value_dim=1)[:3]]
-    assert torch.autograd.gradcheck(lambda *x: reference_attention(*x, mask=MASKS["rows"], return_lse=True), leaves)
+    leaves = [x.requires_grad_() for x in tensors(2, 1, length=5, value_dim=1)[:3]]
+    rows = AttentionMask(causal=False, documents=((0, 3, 5), (0, 4, 5)))
+    assert torch.autograd.gradcheck(lambda *x: reference_attention(*x, mask=rows, return_lse=True), leaves)
 
 
 def test_query_without_visible_keys_gives_zero_and_no_gradients():
@@ -153,86 +154,62 @@ def test_results_have_the_dtype_of_the_inputs_and_are_rounded_once(dtype):
 # -- visible pairs by hand --------------------------------------------------------------------------------------------
 
 
-def shown(mask: AttentionMask, length: int = 5, row: int = 0) -> list[str]:
-    """Returns one string per query, with an x for each visible key."""
-    i = torch.arange(length)
+ENDS, PARENTS = (0, 2, 3, 4, 5, 6, 7), (-1, 0, 1, 1, 0, -1)
+"""A prompt with two answers, the first of which has two itself; and another prompt."""
+PREFIX, CHUNKS = AttentionMask.prefix((0, 5), (3,)), AttentionMask.chunked(2)
+SPANS = [range(1, 3), range(4, 5)]
+TABLE = [[True, False, True], [False, False, False], [True, True, True]]
+BANDS = AttentionMask.of_slices(
+    [Slice(range(4), range(1, 4), -1, 1), Slice(range(4, 5), range(5)), Slice(range(2), range(5), 3, None)]
+)
+BY_ROW = AttentionMask(causal=False, documents=((0, 1, 5), (0, 4, 5)))
+OF_ROWS = AttentionMask.rows([AttentionMask.tree((0, 2, 4, 5), (-1, 0, 0)), FULL])
+SHOWN = {
+    "causal": (CAUSAL, "x.... xx... xxx.. xxxx. xxxxx"),
+    "full": (FULL, "xxxxx xxxxx xxxxx xxxxx xxxxx"),
+    "window of both sides": (AttentionMask(causal=False, window=(1, 2)), "xxx.. xxxx. .xxxx ..xxx ...xx"),
+    "window of earlier tokens": (AttentionMask(causal=False, window=(None, 0)), "x.... xx... xxx.. xxxx. xxxxx"),
+    "window of later tokens": (AttentionMask(causal=False, window=(0, None)), "xxxxx .xxxx ..xxx ...xx ....x"),
+    "causal window": (AttentionMask(causal=True, window=(1, 2)), "x.... xx... .xx.. ..xx. ...xx"),
+    "documents, both ways": (AttentionMask(causal=False, documents=(0, 2, 5)), "xx... xx... ..xxx ..xxx ..xxx"),
+    "documents": (AttentionMask(documents=(0, 2, 3, 5)), "x.... xx... ..x.. ...x. ...xx"),
+    "documents of a row": (BY_ROW, "x.... .xxxx .xxxx .xxxx .xxxx"),
+    "documents of another row": (BY_ROW, "xxxx. xxxx. xxxx. xxxx. ....x", 1),
+    # a segment sees itself and its ancestors
+    "tree": (AttentionMask.tree(ENDS, PARENTS), "x...... xx..... xxx.... xxxx... xxx.x.. xx...x. ......x"),
+    "tree, window": (
+        AttentionMask.tree(ENDS, PARENTS, window=(1, 0)),
+        "x...... xx..... .xx.... ..xx... ..x.x.. .x...x. ......x",
+    ),
+    "prefix": (PREFIX, "xxx.. xxx.. xxx.. xxxx. xxxxx"),
+    "prefixes": (AttentionMask.prefix((0, 2, 5), (0, 2)), "x.... xx... ..xx. ..xx. ..xxx"),
+    "prefix, window": (replace(PREFIX, window=(1, 1)), "xx... xxx.. .xx.. ..xx. ...xx"),
+    "chunks": (CHUNKS, "x.... xx... ..x.. ..xx. ....x"),
+    "chunks from the document": (AttentionMask.chunked(2, (0, 3, 5)), "x.... xx... ..x.. ...x. ...xx"),
+    "chunks from the row": (AttentionMask.chunked(2, (0, 3, 5), "row"), "x.... xx... ..x.. ...x. ....x"),
+    "chunks, both ways": (replace(CHUNKS, causal=False), "xx... xx... ..xx. ..xx. ....x"),
+    "images": (AttentionMask.image_spans(SPANS), "x.... xxx.. xxx.. xxxx. xxxxx"),
+    "images, window": (AttentionMask.image_spans(SPANS, (0, 1, 5), (1, None)), "x.... .xx.. .xx.. ..xx. ...xx"),
+    "blocks": (AttentionMask.blocks(TABLE, 2, 5), "xx..x xx..x ..... ..... xxxxx"),
+    "causal blocks": (AttentionMask.blocks(TABLE, 2, 5, causal=True), "x.... xx... ..... ..... xxxxx"),
+    "slices": (BANDS, ".x.xx .xx.x .xxx. ..xx. xxxxx"),
+    "slices, window": (replace(BANDS, causal=True, window=(2, None)), "..... .x... .xx.. ..xx. ..xxx"),
+    "mask of a row": (OF_ROWS, "x.... xx... xxx.. xxxx. xx..x"),
+    "mask of another row": (OF_ROWS, "xxxxx xxxxx xxxxx xxxxx xxxxx", 1),
+    "mask of a row, window": (replace(OF_ROWS, window=(1, 2)), "x.... xx... .xx.. ..xx. .x..x"),
+    "mask of another row, window": (replace(OF_ROWS, window=(1, 2)), "xxx.. xxxx. .xxxx ..xxx ...xx", 1),
+}
+"""Masks, for each query an x at the keys that it sees, and the row of the batch if it is not the first."""
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_visible_pairs_by_hand(name):
+    mask, shown, *row = SHOWN[name]
+    lines = shown.split()
+    i = torch.arange(len(lines))
     pairs = visible_pairs(mask, i, i, batch=2)
-    return ["".join(".x"[int(pair)] for pair in line) for line in pairs[min(row, len(pairs) - 1)]]
-
-
-def test_causal_and_full():
-    assert shown(CAUSAL) == ["x....", "xx...", "xxx..", "xxxx.", "xxxxx"]
-    assert shown(FULL) == ["xxxxx"] * 5
-
-
-def test_a_window_counts_tokens_before_and_after_the_query():
-    assert shown(AttentionMask(causal=False, window=(1, 2))) == ["xxx..", "xxxx.", ".xxxx", "..xxx", "...xx"]
-    assert shown(AttentionMask(causal=False, window=(None, 0))) == shown(CAUSAL)
-    assert shown(AttentionMask(causal=False, window=(0, None))) == ["xxxxx", ".xxxx", "..xxx", "...xx", "....x"]
-    assert shown(AttentionMask(causal=True, window=(1, 2))) == ["x....", "xx...", ".xx..", "..xx.", "...xx"]
-
-
-def test_documents_see_only_themselves():
-    assert shown(AttentionMask(causal=False, documents=(0, 2, 5))) == ["xx...", "xx...", "..xxx", "..xxx", "..xxx"]
-    assert shown(AttentionMask(documents=(0, 2, 3, 5))) == ["x....", "xx...", "..x..", "...x.", "...xx"]
-
-
-def test_each_row_may_have_its_own_documents():
-    mask = AttentionMask(causal=False, documents=((0, 1, 5), (0, 4, 5)))
-    assert shown(mask, row=0) == ["x....", ".xxxx", ".xxxx", ".xxxx", ".xxxx"]
-    assert shown(mask, row=1) == ["xxxx.", "xxxx.", "xxxx.", "xxxx.", "....x"]
-
-
-def test_segment_of_a_tree_sees_itself_and_its_ancestors():
-    # a prompt with two answers, the first of which has two itself; and another prompt
-    tree = AttentionMask.tree((0, 2, 3, 4, 5, 6, 7), (-1, 0, 1, 1, 0, -1))
-    assert shown(tree, 7) == ["x......", "xx.....", "xxx....", "xxxx...", "xxx.x..", "xx...x.", "......x"]
-    near = AttentionMask.tree((0, 2, 3, 4, 5, 6, 7), (-1, 0, 1, 1, 0, -1), window=(1, 0))
-    assert shown(near, 7) == ["x......", "xx.....", ".xx....", "..xx...", "..x.x..", ".x...x.", "......x"]
-
-
-def test_prefix_is_bidirectional_and_later_tokens_are_causal():
-    assert shown(AttentionMask.prefix((0, 5), (3,))) == ["xxx..", "xxx..", "xxx..", "xxxx.", "xxxxx"]
-    assert shown(AttentionMask.prefix((0, 2, 5), (0, 2))) == ["x....", "xx...", "..xx.", "..xx.", "..xxx"]
-    cut = replace(AttentionMask.prefix((0, 5), (3,)), window=(1, 1))
-    assert shown(cut) == ["xx...", "xxx..", ".xx..", "..xx.", "...xx"]
-
-
-def test_chunks_are_counted_from_the_document_or_from_the_row():
-    assert shown(AttentionMask.chunked(2)) == ["x....", "xx...", "..x..", "..xx.", "....x"]
-    assert shown(AttentionMask.chunked(2, (0, 3, 5))) == ["x....", "xx...", "..x..", "...x.", "...xx"]
-    assert shown(AttentionMask.chunked(2, (0, 3, 5), "row")) == ["x....", "xx...", "..x..", "...x.", "....x"]
-    assert shown(replace(AttentionMask.chunked(2), causal=False)) == ["xx...", "xx...", "..xx.", "..xx.", "....x"]
-
-
-def test_image_sees_all_of_itself_within_the_window():
-    spans = [range(1, 3), range(4, 5)]
-    assert shown(AttentionMask.image_spans(spans)) == ["x....", "xxx..", "xxx..", "xxxx.", "xxxxx"]
-    documents = AttentionMask.image_spans(spans, (0, 1, 5), window=(1, None))
-    assert shown(documents) == ["x....", ".xx..", ".xx..", "..xx.", "...xx"]
-
-
-def test_blocks_are_visible_by_the_table():
-    table = [[True, False, True], [False, False, False], [True, True, True]]
-    assert shown(AttentionMask.blocks(table, 2, 5)) == ["xx..x", "xx..x", ".....", ".....", "xxxxx"]
-    assert shown(AttentionMask.blocks(table, 2, 5, causal=True)) == ["x....", "xx...", ".....", ".....", "xxxxx"]
-
-
-def test_a_slice_is_a_band_on_a_rectangle():
-    slices = [Slice(range(4), range(1, 4), -1, 1), Slice(range(4, 5), range(5)), Slice(range(2), range(5), 3, None)]
-    assert shown(AttentionMask.of_slices(slices)) == [".x.xx", ".xx.x", ".xxx.", "..xx.", "xxxxx"]
-    cut = replace(AttentionMask.of_slices(slices), causal=True, window=(2, None))
-    assert shown(cut) == [".....", ".x...", ".xx..", "..xx.", "..xxx"]
-
-
-def test_each_row_may_have_a_mask_of_its_own():
-    tree = AttentionMask.tree((0, 2, 4, 5), (-1, 0, 0))
-    rows = AttentionMask.rows([tree, FULL])
-    assert shown(rows, row=0) == shown(tree) == ["x....", "xx...", "xxx..", "xxxx.", "xx..x"]
-    assert shown(rows, row=1) == shown(FULL)
-    near = replace(rows, window=(1, 2))
-    assert shown(near, row=0) == ["x....", "xx...", ".xx..", "..xx.", ".x..x"]
-    assert shown(near, row=1) == shown(AttentionMask(causal=False, window=(1, 2)))
+    actual = pairs[min(*row, len(pairs) - 1) if row else 0]
+    assert ["".join(".x"[int(pair)] for pair in line) for line in actual] == lines
 
 
 def test_path_of_a_tree_equals_a_sequence():
