@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from armillary.attention import AttentionMask, Local, Method, Slice, Ulysses, UPipe, build_attention
 from armillary.attention.kernels import Dense
@@ -89,20 +89,6 @@ def test_methods_are_in_the_graph(worlds):
             assert all(same), (name, same)
 
 
-def test_new_documents_reuse_the_graph():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    attend, layout = Local(), SequenceLayout.contiguous(N, 1)
-    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
-    for first in range(1, 4):
-        assert equals_eager(attend, AttentionMask(documents=[0, first, N]), layout, compiled)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    for cuts in range(3, 12):
-        mask = AttentionMask(documents=[*range(cuts), N])
-        assert equals_eager(attend, mask, layout, compiled)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the second accepts any number of documents
-
-
 def graphs_of_lengths(name: str, axes: Mapping[str, int]) -> tuple[bool, int]:
     """Returns (whether calls equal eager ones at several lengths, the number of graphs)."""
     torch._dynamo.reset()
@@ -149,16 +135,23 @@ def masks_of_all_kinds(parts: int) -> list[AttentionMask]:
     ]
 
 
-def test_masks_of_all_kinds_share_the_graphs_of_documents():
+def test_new_documents_and_masks_of_all_kinds_share_graphs():
     """One graph for each value of `causal`, and one more for other lengths of the mask's tensor."""
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    graphs = torch._dynamo.utils.counters
+    graphs.clear()
     attend, layout = Local(), SequenceLayout.contiguous(N, 1)
     compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
+    for first in range(1, 4):
+        assert equals_eager(attend, AttentionMask(documents=[0, first, N]), layout, compiled)
+    assert graphs["stats"]["unique_graphs"] == 1
+    for cuts in range(3, 12, 2):
+        assert equals_eager(attend, AttentionMask(documents=[*range(cuts), N]), layout, compiled)
+    assert graphs["stats"]["unique_graphs"] == 2  # the second accepts any number of documents
     for parts in (2, 3, 5):
         for mask in masks_of_all_kinds(parts):
             assert equals_eager(attend, mask, layout, compiled), mask
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    assert graphs["stats"]["unique_graphs"] <= 4
 
 
 class Columns(nn.Module):
@@ -185,21 +178,29 @@ class Columns(nn.Module):
         return self
 
 
+def same_bits(call: Callable[..., Tensor], leaves: Sequence[Tensor], *arguments: Tensor) -> bool:
+    """Returns whether out and the gradients of the leaves are the same bits in eager mode and in one graph."""
+    results = list[list[Tensor]]()
+    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        out = run(*arguments)
+        results.append([out, *torch.autograd.grad(out.sin(), leaves, torch.ones_like(out))])
+    return all(torch.equal(local(a), local(b)) for a, b in zip(*results, strict=True))
+
+
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 @pytest.mark.parametrize("shape", [(H,), (3, H)])
 def test_sinks_of_projections_in_stages_are_in_the_graph(shape):
     torch._dynamo.reset()
     attend, columns = UPipe(Axis.alone("ulysses"), heads_per_stage=2), Columns()
-    x, sinks, dout = torch.randn(2, 7, 6), torch.randn(shape), torch.randn(2, 7, H, D - 1)
-    leaves = [x.requires_grad_(), sinks.requires_grad_(), *columns.parameters()]
+    x, sinks = torch.randn(2, 7, 6, requires_grad=True), torch.randn(shape, requires_grad=True)
 
     def call(x: Tensor, sinks: Tensor) -> Tensor:
         return attend.projected(x, columns, mask=MASKS[0], sinks=sinks)
 
-    results: list[list[Tensor]] = []
-    for function in (call, torch.compile(call, backend="aot_eager", fullgraph=True)):
-        out = function(x, sinks)
-        results.append([out, *torch.autograd.grad(out, leaves, dout)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert same_bits(call, [x, sinks, *columns.parameters()], x, sinks)
 
 
 def projected_dtensors() -> bool:
@@ -215,11 +216,7 @@ def projected_dtensors() -> bool:
     def call(x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor) -> Tensor:
         return attend.projected(x, Linear(wq, wk, wv, case), mask=MASKS[0], layout=layout)
 
-    results = []
-    for run in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-        out = run(*leaves)
-        results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
-    return all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(*results, strict=True))
+    return same_bits(call, leaves, *leaves)
 
 
 def test_dtensors_of_hidden_states_are_in_the_graph(worlds):
@@ -231,33 +228,20 @@ def test_wrong_arguments_raise_in_and_outside_of_graphs():
     stages, columns = UPipe(Axis.alone("ulysses"), heads_per_stage=2), Columns()
     x, q, k = torch.zeros(2, 7, 6), torch.zeros(2, 7, H, D), torch.zeros(2, 7, K, D)
 
-    def call(sinks: Tensor) -> Tensor:
-        return Local()(q, k, k, mask=MASKS[0], sinks=sinks)
+    def of(q: Tensor, mask: AttentionMask = MASKS[0], **options: object) -> Callable[[Tensor], Tensor]:
+        return lambda sinks: Local()(q, k, k, mask=mask, sinks=sinks, **options)
 
-    def projected(sinks: Tensor) -> Tensor:
-        return stages.projected(x, columns, mask=MASKS[0], sinks=sinks)
-
-    def capped(sinks: Tensor) -> Tensor:
-        return Local()(q, k, k, mask=MASKS[0], sinks=sinks, softcap=0.0, kernel="dense")
-
-    def heads(sinks: Tensor) -> Tensor:
-        return Local()(q[:, :, :3], k, k, mask=MASKS[0], sinks=sinks)
-
-    def documents(sinks: Tensor) -> Tensor:
-        return Local()(q, k, k, mask=AttentionMask(documents=[0, 5]), sinks=sinks)
-
-    refused = [
-        (call, torch.zeros(3, 1), r"sinks.* \(3, 1\)"),
-        (projected, torch.zeros(3), r"sinks.* \(3,\)"),
-        (capped, torch.zeros(H), "softcap 0.0"),
-        (heads, torch.zeros(3), "3 query.*2"),
-        (documents, torch.zeros(H), "5.*7"),
-    ]
-    for function, sinks, words in refused:
+    for call, sinks, words in [
+        (of(q), torch.zeros(3, 1), r"sinks.* \(3, 1\)"),
+        (lambda sinks: stages.projected(x, columns, mask=MASKS[0], sinks=sinks), torch.zeros(3), r"sinks.* \(3,\)"),
+        (of(q, softcap=0.0, kernel="dense"), torch.zeros(H), "softcap 0.0"),
+        (of(q[:, :, :3]), torch.zeros(3), "3 query.*2"),
+        (of(q, AttentionMask(documents=[0, 5])), torch.zeros(H), "5.*7"),
+    ]:
         with pytest.raises(ValueError, match=words):
-            torch.compile(function, backend="aot_eager")(sinks)
+            torch.compile(call, backend="aot_eager")(sinks)
         with pytest.raises(Exception, match=f"{words}|Observed exception"):
-            torch.compile(function, backend="aot_eager", fullgraph=True)(sinks)
+            torch.compile(call, backend="aot_eager", fullgraph=True)(sinks)
 
 
 def test_copies_of_a_method_are_independent():
@@ -280,9 +264,8 @@ def test_a_compiled_call_uses_its_scale_and_softcap():
     for options in ({"scale": 0.7, "softcap": 0.5}, {"scale": -0.4}, {"scale": 0.0, "kernel": "dense"}):
         call = partial(Local(), mask=MASKS[0], **options)
         with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v), call(q, k, v)), (
-                options
-            )
+            compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+            assert torch.equal(compiled(q, k, v), call(q, k, v)), options
 
 
 def other_heads() -> None:
