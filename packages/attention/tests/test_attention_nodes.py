@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from checked import failures_of
 from torch.distributed.device_mesh import init_device_mesh
 
 from armillary.attention import (
@@ -24,7 +25,7 @@ from armillary.attention import (
 from armillary.attention.plans import named_method
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
-from conformance import Case, cases, check
+from conformance import cases
 
 FULL = AttentionMask(causal=False)
 
@@ -46,20 +47,9 @@ def combination(side: str, inner: type[Method]) -> Method:
     return Ring(over["nodes"], side, inner(*arguments))
 
 
-def failures(attend: Method, chosen: list[Case]) -> list[str]:
-    """Returns the errors of failing cases. Ranks stay synchronized after a failed check, so the next case can run."""
-    failed = list[str]()
-    for case in chosen:
-        try:
-            check(attend, case)
-        except AssertionError as failure:
-            failed.append(str(failure))
-    return failed
-
-
 def conform() -> list[str]:
     every = [(combination(*each), cases(brief=i % 5)[i::6]) for i, each in enumerate(COMBINATIONS)]
-    return [f"{attend}: {failure}" for attend, chosen in every for failure in failures(attend, chosen)]
+    return [f"{attend}: {failure}" for attend, chosen in every for failure in failures_of(attend, chosen)]
 
 
 def test_each_rotating_side_between_nodes_around_each_method(worlds):
@@ -70,7 +60,7 @@ def conform_in_three_levels() -> list[str]:
     over = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("racks", "nodes", "devices"))
     attend = Ring(over["racks"], inner=Ring(over["nodes"], inner=TokenRing(over["devices"])))
     assert [axis.name for axis in attend.axes] == ["racks", "nodes", "devices"]
-    return failures(attend, cases(brief=3)[::6])
+    return failures_of(attend, cases(brief=3)[::12])
 
 
 def test_three_levels(worlds):

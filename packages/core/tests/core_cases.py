@@ -9,11 +9,7 @@ from torch import Tensor
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import Dispatched
 
-LAYOUTS = {
-    "contiguous": SequenceLayout.contiguous,
-    "zigzag": SequenceLayout.zigzag,
-    "striped": SequenceLayout.striped,
-}
+LAYOUTS = {"contiguous": SequenceLayout.contiguous, "zigzag": SequenceLayout.zigzag, "striped": SequenceLayout.striped}
 
 
 def random(seed: int, *shape: int) -> Tensor:

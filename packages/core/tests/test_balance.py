@@ -213,8 +213,8 @@ def without_splits(ends: list[int], shards: int) -> SequenceLayout | None:
 @pytest.mark.parametrize("send_cost", [None, 1])
 def test_no_simpler_even_layout_sends_fewer_bytes(kind, send_cost):
     rng, of_zigzag = random.Random(f"{kind} {send_cost}"), list[float]()
-    for _ in range(3):
-        shards = rng.choice([2, 3, 4, 6, 8, 16, 32, 64])
+    for _ in range(5):
+        shards = rng.choice([2, 3, 4, 6, 8, 16, 32])
         ends = drawn(kind, rng, shards)
         layout = SequenceLayout.balanced(N, shards, documents=ends, send_cost=send_cost)
         zigzag = SequenceLayout.zigzag(N, shards)
@@ -255,12 +255,13 @@ def drawn_mask(rng: random.Random, length: int) -> Mask:
 @pytest.mark.parametrize("seed", range(2))
 def test_no_layout_that_is_as_even_sends_less(seed):
     rng = random.Random(seed)
-    for _ in range(25):
+    for draw in range(25):
         length = rng.choice([60, 200, 1000, 4096])
         shards, by = rng.choice([2, 3, 4, 8, 16]), rng.choice(["queries", "queries", "keys", "both"])
         mask = drawn_mask(rng, length)
         layout = SequenceLayout.balanced(length, shards, mask=mask, balanced_by=by)
-        assert layout == SequenceLayout.balanced(length, shards, mask=Mask(*mask.rows), balanced_by=by)
+        if draw % 5 == 0:
+            assert layout == SequenceLayout.balanced(length, shards, mask=Mask(*mask.rows), balanced_by=by)
         load, sent = most_loaded(layout, by, mask=mask), hops_of(layout, by, mask=mask)
         simpler = [SequenceLayout.zigzag(length, shards), SequenceLayout.contiguous(length, shards)]
         if load > EVEN:  # the layout that ignores bytes is a candidate too

@@ -14,14 +14,7 @@ import torch
 import torch.distributed as dist
 from core_cases import counted
 
-from armillary.core import (
-    Axis,
-    FlatBuffer,
-    ReceiveBuffers,
-    build_mesh,
-    merge_,
-    start_exchange,
-)
+from armillary.core import Axis, FlatBuffer, ReceiveBuffers, build_mesh, merge_, start_exchange
 from armillary.core.collectives.collective import pack
 from armillary.core.collectives.exchange import finish
 from armillary.core.mesh import ALL_AXES
