@@ -92,14 +92,7 @@ def loss_of(name, logprobs, old, reference, entropy, sequences, advantages, axes
         described = {"entropy": entropy, "logits": entropy, "mean_token_accuracy": entropy}
         smoothing = 0.2 if "smoothed" in name else 0.0
         return dpo_loss(
-            logprobs,
-            reference,
-            sequences,
-            pairs(),
-            axes,
-            label_smoothing=smoothing,
-            statistics=described,
-            **options,
+            logprobs, reference, sequences, pairs(), axes, label_smoothing=smoothing, statistics=described, **options
         )
     options |= {"statistics": {"entropy": entropy}}
     if name == "policy gradient":
