@@ -1,11 +1,16 @@
 """Runs fake ranks one after another in this process, without communication: for tests of bytes, not of values."""
 
+from collections import Counter
 from collections.abc import Callable
-from typing import TypeVar
+from itertools import product
+from typing import TypeVar, get_args
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from armillary.attention import CommPlan
+from armillary.attention.comm_plans.comm_plan import Role
+from armillary.core import CommLedger
 from armillary.core.testing import mesh
 from conformance.compositions import built_method, group_of, submesh
 
@@ -30,3 +35,14 @@ def forget_meshes() -> None:
     """Empties the caches whose entries belong to a rank of a process group."""
     for cached in (mesh, built_method, submesh, group_of):
         cached.cache_clear()
+
+
+def differences(ledger: CommLedger, plan: CommPlan, rank: int) -> list[str]:
+    """Returns the differences between what a rank has sent and its plan."""
+    kinds, phases = ("p2p", "all_to_all", "all_gather", "reduce_scatter"), ("forward", "backward")
+    keys = product(get_args(Role), kinds, phases)
+    planned = Counter({key: plan.bytes(rank, key[1], key[2], key[0]) for key in keys})
+    sent = Counter(ledger.entries)
+    return [
+        f"{key}: {sent[key]} sent, {planned[key]} in the plan" for key in sent | planned if sent[key] != planned[key]
+    ]

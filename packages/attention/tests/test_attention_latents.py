@@ -1,15 +1,13 @@
 """Multi-head latent attention: latents are sent and expanded where they are used, under every method."""
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from math import prod
-from typing import get_args
 
 import pytest
 import torch
-from fake_ranks import on_fake_ranks
+from fake_ranks import differences, on_fake_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,7 +27,6 @@ from armillary.attention import (
 )
 from armillary.attention.call.calls import AttentionCall
 from armillary.attention.call.spec import AttentionSpec
-from armillary.attention.comm_plans.comm_plan import Role
 from armillary.attention.kernels import CpuFlash, Scores
 from armillary.attention.plans import MethodOptions, named_method, names
 from armillary.attention.tiling.latents import TokenSizes
@@ -41,7 +38,6 @@ from conformance.run import judge
 from conformance.tensors import inputs, project_qkv
 
 FULL, CAUSAL = AttentionMask(causal=False), AttentionMask()
-KINDS = ("p2p", "all_to_all", "all_gather", "reduce_scatter")
 
 
 def test_random_cases_conform(worlds):
@@ -66,18 +62,12 @@ def test_every_composition_conforms_with_latents_on_the_wire(worlds, ranks):
     assert not [(trial, verdict) for trial, verdict in zip(trials, verdicts, strict=True) if verdict.failure]
 
 
-def compiled() -> list[str]:
-    every = Composition.of("usp", ring=2, ulysses=2), Composition.of("ring", ring=4)
-    return [verdict.failure for verdict in judge([Trial(one, COMPILED) for one in every])]
-
-
-COMPILED = Case(
-    heads=8, kv_heads=8, head_dim=12, value_dim=8, latent=(4, 10), send_latents=True, compiled=True, dtype=torch.float32
-)
-
-
 def test_compiled_calls_conform(worlds):
-    assert worlds(4).run(compiled)[-1] == ["", ""]
+    """A method that saves local tensors, and one that saves tensors after an all-to-all."""
+    sizes = {"heads": 8, "kv_heads": 8, "head_dim": 12, "value_dim": 8, "latent": (4, 10), "dtype": torch.float32}
+    every = Composition.of("ring", ring=2), Composition.of("ulysses", ulysses=2)
+    trials = [Trial(one, Case(**sizes, send_latents=True, compiled=True)) for one in every]
+    assert [verdict.failure for verdict in worlds(2).run(judge, trials)[-1]] == ["", ""]
 
 
 class SharedMemory(TorchDispatchMode):
@@ -149,23 +139,21 @@ def ledger_of(method: Method, work: AttentionShape, latent: tuple[int, int]) -> 
     return ledger
 
 
-def wrong_bytes(ranks: int) -> list[str]:
-    wrong, sizes = list[str](), {"heads": 8, "kv_heads": 4, "head_dim": 12, "value_dim": 8, "batch": 2}
+def works(ranks: int, dtype: torch.dtype) -> Iterator[tuple[Composition, Method, AttentionShape]]:
+    """Yields each composition with its method and a call of latents of 16 numbers, under masks and layouts in turn."""
+    sizes = {"heads": 8, "kv_heads": 4, "head_dim": 12, "value_dim": 8, "batch": 2, "latent": (4, 16)}
     for i, composition in enumerate(compositions(list(METHODS), [ranks])):
         method, mask = composition.build(), (FULL, CAUSAL, AttentionMask(documents=(0, 7, 30, 61)))[i % 3]
         layout = method.sequence_method.layout(61, ("zigzag", "contiguous", "striped")[i % 3])
         method.send_latents = True
-        for dtype in (torch.bfloat16, torch.float32):
-            work = AttentionShape.of(layout, mask, **sizes, dtype=dtype, latent=(4, 16), projected=False)
-            plan, entries = composition.comm_plan(work), ledger_of(method, work, (4, 16)).entries
-            keys = product(get_args(Role), KINDS, ("forward", "backward"))
-            planned = Counter({key: n for key in keys if (n := plan.bytes(method.shard, key[1], key[2], key[0]))})
-            sent = Counter({key: n for key, n in entries.items() if n})
-            wrong += [
-                f"{composition} {key}: {sent[key]} sent, plan {planned[key]}"
-                for key in sent | planned
-                if sent[key] != planned[key]
-            ]
+        yield composition, method, AttentionShape.of(layout, mask, **sizes, dtype=dtype, projected=False)
+
+
+def wrong_bytes(ranks: int) -> list[str]:
+    wrong = list[str]()
+    for composition, method, work in works(ranks, torch.bfloat16):
+        lines = differences(ledger_of(method, work, (4, 16)), composition.comm_plan(work), method.shard)
+        wrong += [f"{composition} {line}" for line in lines]
     return wrong
 
 
@@ -280,16 +268,13 @@ def counted_flops(method: Method, work: AttentionShape, latent: tuple[int, int])
 
 
 def wrong_expansions(ranks: int) -> list[str]:
-    wrong, sizes = list[str](), {"heads": 8, "kv_heads": 4, "head_dim": 12, "value_dim": 8, "batch": 2}
-    for i, composition in enumerate(compositions(list(METHODS), [ranks])):
+    wrong = list[str]()
+    for i, (composition, method, work) in enumerate(works(ranks, torch.float32)):
         if ranks == 4 and (i + torch.distributed.get_rank()) % 2:  # each on two of four ranks, to save time
             continue
-        method, mask = composition.build(), (FULL, CAUSAL, AttentionMask(documents=(0, 7, 30, 61)))[i % 3]
-        layout = method.sequence_method.layout(61, ("zigzag", "contiguous", "striped")[i % 3])
-        work = AttentionShape.of(layout, mask, **sizes, dtype=torch.float32, latent=(4, 16), projected=False)
         if ranks < 4:  # expanded before the call: this rank's keys, again in backward unless a method has saved them
             method.send_latents = False
-            own_keys = layout.refine(method.shards // method.sequence_shards).sizes[method.shard] * 2 * 4
+            own_keys = work.layout.refine(method.shards // method.sequence_shards).sizes[method.shard] * 2 * 4
             before = 512 * own_keys, 512 * own_keys * (2 if method.redistributes_inputs else 3)
             wrong += [str(composition)] * (counted_flops(method, work, (4, 16)) != before)
         method.send_latents = True
