@@ -7,12 +7,10 @@ from itertools import combinations
 
 import pytest
 import torch
-import torch.distributed as dist
 from checked import failures_of
 
-from armillary.attention import AttentionMask, AttentionSpec, Local, Method, Saved, Ulysses
-from armillary.attention.tiling.accumulators import Merge, Sum
-from armillary.core import Axis, SequenceLayout
+from armillary.attention import AttentionMask, Local, Method
+from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
 from conformance import (
     GRADIENTS,
@@ -168,52 +166,6 @@ def test_memory_changes_strides_and_no_values(how):
         assert how != "permuted" or laid.stride(-1) != 1
         assert how != "sliced" or laid.storage_offset()
         assert how != "expanded" or 0 in laid.stride()
-
-
-# -- adding a method needs one new file -------------------------------------------------------------------------------
-
-
-class Summed(Method):
-    """The simplest method: every rank gathers all keys, by a sum over ranks."""
-
-    def __init__(self, axis) -> None:
-        self.axis = Axis.of(axis)
-        self.shards = self.sequence_shards = self.axis.size
-        self.shard = self.axis.rank
-
-    def forward(self, q, k, v, spec: AttentionSpec):
-        merged = Merge.of(q, v.shape[3])
-        for shard, (keys, values) in enumerate(self._gather(k, v, spec)):
-            spec.block(self.shard, shard).forward(q, keys, values, merged)
-        out, lse = merged.result()
-        return out, Saved(q, k, v, out, lse)
-
-    def backward(self, dout, saved: Saved, spec: AttentionSpec):
-        dq, local_grads = Sum.like(saved.q), []
-        for shard, (k, v) in enumerate(self._gather(saved.k, saved.v, spec)):
-            dk, dv = Sum.like(k), Sum.like(v)
-            spec.block(self.shard, shard).backward(dout, *saved._replace(k=k, v=v), dq, dk, dv)
-            for gradient in (dk.value().contiguous(), dv.value().contiguous()):
-                dist.all_reduce(gradient, group=self.axis.group)
-                local_grads += [gradient] * (shard == self.shard)
-        return dq.value(), *local_grads
-
-    def _gather(self, k, v, spec: AttentionSpec):
-        for shard, tokens in enumerate(spec.key_layout.sizes):
-            both = [x.new_zeros(x.shape[0], tokens, *x.shape[2:]) for x in (k, v)]
-            for x, local in zip(both, (k, v), strict=True):
-                x.copy_(local) if shard == self.shard else None
-                dist.all_reduce(x, group=self.axis.group)
-            yield both
-
-
-def summed() -> list[str]:
-    two = mesh(ring=2, ulysses=2)
-    return failures_of(Ulysses(two["ulysses"], Summed(two["ring"])), cases(brief=2))
-
-
-def test_method_of_this_file_conforms_inside_ulysses(worlds):
-    assert worlds(4).run(summed) == [[]] * 4
 
 
 # -- layouts ----------------------------------------------------------------------------------------------------------

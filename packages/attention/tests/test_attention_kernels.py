@@ -27,8 +27,6 @@ from armillary.attention.kernels import (
     FlashAttn4,
     Scores,
     cudnn,
-    flash,
-    top_left,
 )
 from armillary.attention.kernels.flash import parameters, window_of
 from armillary.attention.kernels.inputs import module_exists
@@ -326,41 +324,10 @@ def bfloats(*shape: int) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
-ORDERS = {
-    "as they are": bfloats,
-    "head dim not innermost": lambda b, t, h, d: bfloats(b, t, d, h).mT,
-    "heads first": lambda b, t, h, d: bfloats(b, h, t, d).transpose(1, 2),
-    "one head for all": lambda b, t, h, d: bfloats(b, t, 1, d).expand(b, t, h, d),
-    "of rows that are longer": lambda b, t, h, d: bfloats(b, t, h, d + 3)[..., 1:-2],
-}
-
-
-def asserting_contiguous_rows(op):
-    """Wraps an op to assert that head dims are contiguous."""
-
-    def call(*args, **kwargs):
-        flash_stub.readable(*(x for x in args if isinstance(x, torch.Tensor) and x.is_floating_point() and x.ndim > 2))
-        return op(*args, **kwargs)
-
-    return call
-
-
-TORCHS = {
-    CudaFlash(): (flash, ("_torch_forward", "_torch_backward")),
-    Cudnn(): (cudnn, ("_forward", "_backward")),
-    Efficient(): (top_left, ("_efficient_forward", "_efficient_backward")),
-}
-"""The module that calls torch's ops, and their names there."""
-
-
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("kernel", "pieces"), [(CudaFlash(), 1), (CudaFlash(), 3), (Cudnn(), 1), (Efficient(), 1)])
-def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces, order):
+def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces):
     monkeypatch.undo()  # on meta tensors the real ops check their arguments and return shapes
-    module, names = TORCHS[kernel]
-    for name in names:
-        monkeypatch.setattr(module, name, asserting_contiguous_rows(getattr(module, name)))
-    q, k, v, dout = (ORDERS[order](*shape) for shape in [(2, 6, 4, 16), (2, 5, 2, 16), (2, 5, 2, 8), (2, 6, 4, 8)])
+    q, k, v, dout = (bfloats(*shape) for shape in [(2, 6, 4, 16), (2, 5, 2, 16), (2, 5, 2, 8), (2, 6, 4, 8)])
     band, sequences = (None, -1), Sequences((6,) * 2 * pieces, (5,) * 2 * pieces, (None, -1))
 
     def pack(x):
@@ -384,7 +351,7 @@ def test_the_calls_fit_the_schema_of_torchs_own_ops(monkeypatch, kernel, pieces,
 
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("kernel", TORCHS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", [CudaFlash(), Cudnn(), Efficient()], ids=lambda kernel: kernel.name)
 def test_outputs_on_a_fake_gpu_have_the_shapes_of_a_kernel(monkeypatch, kernel, dtype, flip):
     monkeypatch.undo()
     dim, values = (16, 8) if isinstance(kernel, CudaFlash) else (8, 16)
