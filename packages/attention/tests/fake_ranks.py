@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
-from typing import TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from armillary.attention import CommPlan
-from armillary.attention.comm_plans.comm_plan import Role
+from armillary.attention.comm_plans.comm_plan import Kind, Role
 from armillary.core import CommLedger
 from armillary.core.testing import mesh
 from conformance.compositions import built_method, group_of, submesh
@@ -39,10 +39,10 @@ def forget_meshes() -> None:
 
 def differences(ledger: CommLedger, plan: CommPlan, rank: int) -> list[str]:
     """Returns the differences between what a rank has sent and its plan."""
-    kinds, phases = ("p2p", "all_to_all", "all_gather", "reduce_scatter"), ("forward", "backward")
-    keys = product(get_args(Role), kinds, phases)
-    planned = Counter({key: plan.bytes(rank, key[1], key[2], key[0]) for key in keys})
-    sent = Counter(ledger.entries)
+    phases: tuple[Literal["forward", "backward"], ...] = ("forward", "backward")
+    keys = product(get_args(Role), get_args(Kind), phases)
+    planned: Counter[Any] = Counter({key: plan.bytes(rank, key[1], key[2], key[0]) for key in keys})
+    sent: Counter[Any] = Counter(ledger.entries)
     return [
         f"{key}: {sent[key]} sent, {planned[key]} in the plan" for key in sent | planned if sent[key] != planned[key]
     ]
