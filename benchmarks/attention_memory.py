@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method, Projected, Ring, UPipe
-from armillary.core.parts import simulating
+from armillary.core.internal import simulating
 from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, LlamaConfig
-from armillary.models.parts import HeadProjections
+from armillary.models.internal import HeadProjections
 from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, SimulatedStep
 
 Build = Callable[[DeviceMesh], Method]

@@ -27,7 +27,7 @@ from torch.nn.utils import get_total_norm
 
 from armillary.attention import AttentionMask, Ring
 from armillary.core.gradients import gradient_norm
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.data.console.units import count_argument
 from armillary.models import all_gather_interleaved, reduce_scatter_interleaved
 

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import report
 
 from armillary.attention import AttentionMask, Method, build_attention
-from armillary.attention.parts import Kernel
+from armillary.attention.internal import Kernel
 from armillary.core import build_mesh
 from armillary.data.console.units import count_argument
 

@@ -29,7 +29,7 @@ from namespaces import Namespaces
 from armillary.core import CommLedger, SequenceLayout
 from armillary.data import PackedSequences, best_fit
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, Run, TrainConfig, prepare, process_group
-from armillary.train.parts import open_stores
+from armillary.train.internal import open_stores
 from armillary.train.step import train_step
 
 RANKS, PORT = 4, 29500

@@ -20,10 +20,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.parts import AttentionOptions, check_call
+from armillary.attention.internal import AttentionOptions, check_call
 from armillary.attention.plans import named_method
 from armillary.core import CommLedger
-from armillary.core.parts import phase
+from armillary.core.internal import phase
 from armillary.core.testing import fake_world
 from armillary.data.console import Column, print_table
 from armillary.data.console.units import count_argument

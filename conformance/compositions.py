@@ -16,8 +16,8 @@ from armillary.attention import AttentionShape, CommPlan, Method, Ring, WallFace
 from armillary.attention.comm_plans.rings import RingPlan, WallFacerPlan
 from armillary.attention.methods.ring import Backward
 from armillary.attention.plans import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, Placement, names
+from armillary.core.internal import compat, dtensor
 from armillary.core.mesh import ALL_AXES
-from armillary.core.parts import compat, dtensor
 from armillary.core.testing import mesh
 
 Axes = Mapping[str, int]

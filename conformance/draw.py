@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from armillary.attention.mask import layout_of
-from armillary.core.parts import dtensor
+from armillary.core.internal import dtensor
 from conformance.case import (
     EVERYTHING,
     GRADIENTS,

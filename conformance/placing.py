@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.attention import AttentionMask
-from armillary.core.parts import dtensor
+from armillary.core.internal import dtensor
 from conformance.case import Case
 from conformance.tensors import HEAD_DIMS, SHARED, CasePart, global_shape
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from armillary.core.parts import writing
+from armillary.core.internal import writing
 from armillary.data.console import Column, print_table
 from conformance.draw import KINDS_OF_CASES, Trial
 from conformance.run import Verdict

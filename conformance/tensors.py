@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from armillary.core import SequenceLayout
-from armillary.core.parts import dtensor
+from armillary.core.internal import dtensor
 from conformance.case import CAUSAL, Case
 from conformance.memory import Memory
 

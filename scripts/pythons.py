@@ -55,7 +55,7 @@ def exchange(checkpoint: Path) -> None:
     """Saves a checkpoint, waits until stdin is closed, and reads the checkpoints of all Pythons."""
     import torch
 
-    from armillary.train.checkpoint.files import SavedTensors, save_tensors
+    from armillary.train.checkpoint.tensors_and_manifest import SavedTensors, save_tensors
 
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
     tensors = {str(dtype): torch.arange(96).reshape(8, 12).to(dtype) for dtype in dtypes}

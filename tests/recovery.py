@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from launches import TRAINER, Launch, agent
 
-from armillary.train.checkpoint.files import Manifest, SavedTensors
+from armillary.train.checkpoint.tensors_and_manifest import Manifest, SavedTensors
 
 STEPS = 16
 SMALL = (

@@ -9,9 +9,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import Projected, Ulysses, UPipe, WallFacer
-from armillary.attention.parts import GradientSums
+from armillary.attention.internal import GradientSums
 from armillary.models import LlamaConfig
-from armillary.models.parts import HeadProjections
+from armillary.models.internal import HeadProjections
 from armillary.plan.memory import LiveBytes
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import armillary.train
-from armillary.core.parts import dtensor
+from armillary.core.internal import dtensor
 from armillary.core.testing import relative_error
 from armillary.train import Config, DataConfig, ModelConfig, Run, TrainConfig, prepare, process_group
 from armillary.train.step import backward, train_step

@@ -93,9 +93,9 @@ def test_a_run_stopped_and_one_without_torchrun_are_resumed(undisturbed, tmp_pat
 
 SLOW_SAVES = """
 import os, time
-from armillary.train.checkpoint import Checkpoints, files
+from armillary.train.checkpoint import Checkpoints, tensors_and_manifest
 
-start, write_recorded = Checkpoints.start, files.write_recorded
+start, write_recorded = Checkpoints.start, tensors_and_manifest.write_recorded
 slow = int(os.environ["RANK"]) % 3 == 0 and int(os.environ["TORCHELASTIC_RESTART_COUNT"]) in (1, 2)
 
 def start_slowly(checkpoints, step):
@@ -106,7 +106,7 @@ def write_slowly(path, pieces):
     time.sleep(2 * slow)
     return write_recorded(path, pieces)
 
-Checkpoints.start, files.write_recorded = start_slowly, write_slowly
+Checkpoints.start, tensors_and_manifest.write_recorded = start_slowly, write_slowly
 import forked_rank
 """
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, FlatBuffer, build_mesh, start_exchange
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from gpu.check import Check, Row, Setting
 from gpu.launch import Place, failure_on_ranks, joined, on_ranks
 
@@ -106,7 +106,7 @@ def named_in(report: Path) -> set[int]:
 
 def hang(place: Place, stuck: int, way: str, limit: float, folder: str) -> None:
     """A run in which one rank never reaches the second step."""
-    from armillary.train.parts import Watchdog  # needs pydantic
+    from armillary.train.internal import Watchdog  # needs pydantic
 
     with joined(place, ASKED) as rank:
         axis = Axis.of(mesh_of_all(place)["ring"])

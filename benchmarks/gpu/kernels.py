@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, reference_attention
+from armillary.attention.internal import Inputs, Kernel, efficiency
 from armillary.attention.kernels import KERNELS, Cudnn, Dense, Scores
-from armillary.attention.parts import Inputs, Kernel, efficiency
 from armillary.core import SequenceLayout
 from armillary.core.testing import relative_error
 from gpu.arithmetic import BACKWARD, FORWARD, attention_flops, causal_pairs

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, Method, Projected, Ulysses, UPipe
-from armillary.attention.parts import Inputs, Kernel, choose_kernel
-from armillary.models.parts import HeadProjections
+from armillary.attention.internal import Inputs, Kernel, choose_kernel
+from armillary.models.internal import HeadProjections
 from gpu.arithmetic import FORWARD, RECOMPUTED, attention_flops, causal_pairs, step_flops
 from gpu.check import Check, Row, Setting
 from gpu.model import POLICIES, TINY, cut

@@ -13,7 +13,7 @@ from torch.optim import AdamW
 
 from armillary.attention import AttentionMask, Local, Method
 from armillary.core import SequenceLayout, clip_gradients
-from armillary.core.parts import dtensor
+from armillary.core.internal import dtensor
 from armillary.models import Checkpointing, Llama, LlamaConfig, initialize, linear_token_loss, parallelize
 from gpu.check import Setting
 

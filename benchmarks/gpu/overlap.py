@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Ring
+from armillary.attention.internal import MULTIPROCESSORS, FlashAttn3, Kernel
 from armillary.attention.kernels.choice import SM_MARGIN
-from armillary.attention.parts import MULTIPROCESSORS, FlashAttn3, Kernel
 from armillary.attention.rotation.rotate import Rotation
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import grid_of
 from armillary.core import Axis, Exchange
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from gpu.arithmetic import DIM, FORWARD, HEADS, KEY_HEADS, attention_flops, causal_pairs
 from gpu.check import REPEATS, WARMUP, Check, Row, Setting
 from gpu.device import CpuDevice, CudaDevice, Device

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Method, build_attention
-from armillary.attention.parts import Kernel
+from armillary.attention.internal import Kernel
 from armillary.core import Trace, label
 from gpu.arithmetic import DIM, FORWARD, HEADS, KEY_HEADS, attention_flops, causal_pairs
 from gpu.check import Check, Row, Setting

@@ -17,11 +17,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.core import CommLedger
-from armillary.core.parts import simulating
+from armillary.core.internal import simulating
 from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, GPTConfig
+from armillary.models.internal import simulated_stream
 from armillary.models.parallel import ZeroStage, begin_micro_batch
-from armillary.models.parts import simulated_stream
 from armillary.plan.memory import AttentionChoice, Job, LiveBytes, SimulatedStep
 from armillary.plan.memory.live_bytes import tensors_in
 

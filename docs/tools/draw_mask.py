@@ -34,7 +34,7 @@ from armillary.attention import AttentionMask, Slice
 from armillary.attention.mask import Blocks, SliceList, Tree, layout_of
 from armillary.attention.plans import MethodOptions
 from armillary.core import SequenceLayout
-from armillary.core.parts import writing
+from armillary.core.internal import writing
 from armillary.data.console import Column, exit_on_error, print_table, whole_number
 from armillary.data.console.units import count_argument
 

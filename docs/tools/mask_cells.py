@@ -20,7 +20,7 @@ from armillary.attention.plans import MethodOptions, named_method
 from armillary.attention.registry import DEFAULT_OPTIONS
 from armillary.attention.tiling.tiles import SpanTable, pair_counts, tile_array
 from armillary.core import SequenceLayout
-from armillary.core.parts import Integers, Slices, widen
+from armillary.core.internal import Integers, Slices, widen
 
 MIN_SHARE = 1 / 40
 """Smallest width of an area that gets a step number, as a fraction of the picture's side."""

@@ -26,7 +26,7 @@ from armillary.attention.mask import Blocks, ImageSpans, Tree
 from armillary.attention.plans import MethodOptions
 from armillary.attention.registry import DEFAULT_OPTIONS
 from armillary.core import SequenceLayout
-from armillary.core.parts import Integers, Slices, writing
+from armillary.core.internal import Integers, Slices, writing
 
 CELLS = 192
 """Maximum number of cells per side of a picture."""

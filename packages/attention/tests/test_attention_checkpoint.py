@@ -8,9 +8,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from armillary.attention import AttentionMask, Local, Method, build_attention
 from armillary.attention.call.calls import GraphCall
-from armillary.attention.parts import AttentionOptions
+from armillary.attention.internal import AttentionOptions
 from armillary.core import CommLedger
-from armillary.core.parts import pack
+from armillary.core.internal import pack
 from armillary.core.testing import mesh, relative_error
 
 TOKENS, HEADS, DIM = 6, 4, 8

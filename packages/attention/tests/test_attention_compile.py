@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from armillary.attention import AttentionMask, Local, Method, Slice, Ulysses, UPipe, build_attention
+from armillary.attention.internal import ProjectionParts
 from armillary.attention.kernels import Dense
-from armillary.attention.parts import ProjectionParts
 from armillary.core import Axis, SequenceLayout
-from armillary.core.parts import pack, register_as_tensor, unpack
+from armillary.core.internal import pack, register_as_tensor, unpack
 from armillary.core.testing import mesh
 from conformance import Case
 from conformance.calling import Linear

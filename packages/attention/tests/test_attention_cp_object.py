@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from armillary.attention import AttentionMask, ContextParallel, Local, Ring, Ulysses, sdpa_parallel
 from armillary.core import CommLedger, sum_gradients
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.core.testing import mesh, relative_error
 
 VOCABULARY, EMBED, HEADS = 32, 16, 4

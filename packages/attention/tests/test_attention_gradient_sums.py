@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from armillary.attention.parts import GradientSums
+from armillary.attention.internal import GradientSums
 
 
 def test_totals_round_once_and_leave_addends_unchanged():

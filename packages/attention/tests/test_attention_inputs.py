@@ -22,6 +22,7 @@ from armillary.attention import (
     WallFacer,
     reference_attention,
 )
+from armillary.attention.internal import FlashAttn3
 from armillary.attention.kernels import (
     CpuFlash,
     CudaFlash,
@@ -32,7 +33,6 @@ from armillary.attention.kernels import (
     contiguous_rows,
     top_left,
 )
-from armillary.attention.parts import FlashAttn3
 from armillary.attention.tiling.accumulators import EVERYTHING, Merge, Sum
 from armillary.attention.tiling.block import BlockAttention
 from armillary.core import Axis, SequenceLayout

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.attention import AttentionMask, AttentionSpec, Local
+from armillary.attention.internal import AttentionOptions, FlashAttn3, Inputs, check_call, choose_kernel
 from armillary.attention.kernels import (
     EFFICIENCY,
     KERNELS,
@@ -32,7 +33,6 @@ from armillary.attention.kernels.flash import parameters, window_of
 from armillary.attention.kernels.inputs import module_exists
 from armillary.attention.kernels.kernel import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, Sequences, Tile
 from armillary.attention.kernels.top_left import TopLeft
-from armillary.attention.parts import AttentionOptions, FlashAttn3, Inputs, check_call, choose_kernel
 from armillary.attention.tiling.accumulators import EVERYTHING, Merge, Sum, TilePart
 from armillary.attention.tiling.block import BlockAttention, Shards, SingleCall, pack_calls
 from armillary.core import SequenceLayout

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.attention import AttentionMask, Ring
-from armillary.attention.parts import segment_sum
+from armillary.attention.internal import segment_sum
 from armillary.attention.post_training import completion_labels, dpo_loss, grpo_loss, policy_gradient_loss
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, relative_error

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from armillary.attention.parts import RNGReplay, capture_autocast
-from armillary.core.parts import chunks, simulating
+from armillary.attention.internal import RNGReplay, capture_autocast
+from armillary.core.internal import chunks, simulating
 
 
 def test_chunks_cover_all_tokens_once_and_a_simulation_skips_equal_ones():

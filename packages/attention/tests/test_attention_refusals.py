@@ -36,9 +36,9 @@ from armillary.attention import (
 )
 from armillary.attention.context_parallel import ContextParallelStyle
 from armillary.attention.context_parallel.dense_masks import mask_of_tensor
+from armillary.attention.internal import segment_sum
 from armillary.attention.mask import Prefix
 from armillary.attention.methods.wallfacer import Teams
-from armillary.attention.parts import segment_sum
 from armillary.attention.post_training import completion_labels, dpo_loss, grpo_loss
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh, value_errors

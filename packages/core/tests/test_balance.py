@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout, attention_balance, attention_traffic
-from armillary.core.parts import Slices, mask_slices, slice_array
+from armillary.core.internal import Slices, mask_slices, slice_array
 
 N, EVEN = 2**16, 1.10
 

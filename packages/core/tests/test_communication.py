@@ -17,8 +17,8 @@ from core_cases import counted
 from armillary.core import Axis, FlatBuffer, ReceiveBuffers, build_mesh, merge_, start_exchange
 from armillary.core.collectives.collective import pack
 from armillary.core.collectives.exchange import finish
+from armillary.core.internal import compat
 from armillary.core.mesh import ALL_AXES
-from armillary.core.parts import compat
 from armillary.core.testing import World, mesh
 
 AXES = ("replicate", "shard", "ring", "ulysses", "tp")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from armillary.core.parts import file_size, is_file_name, open_file, read_file, write_whole, writing
+from armillary.core.internal import file_size, is_file_name, open_file, read_file, write_whole, writing
 
 
 def test_only_regular_files_are_opened(tmp_path):

@@ -3,8 +3,8 @@
 from inspect import cleandoc
 
 from armillary.core import CommLedger
+from armillary.core.internal import phase
 from armillary.core.ledger import format_bytes
-from armillary.core.parts import phase
 
 TABLE = """\
 axis     kind                            forward                     backward                        total  messages

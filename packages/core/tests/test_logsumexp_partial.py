@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.core import CommLedger, LogSumExpPartial
+from armillary.core.internal import compat, dtensor
 from armillary.core.logsumexp_partial import merge_parts, pack_partial, unpack_partial
-from armillary.core.parts import compat, dtensor
 from armillary.core.testing import Dispatched, mesh, relative_error
 from armillary.core.testing.dtensors import draw_placements, local_part
 

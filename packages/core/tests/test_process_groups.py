@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from armillary.core import Axis, build_mesh, start_process_group
 from armillary.core import mesh as core_mesh
+from armillary.core.internal import compat
 from armillary.core.mesh import THREAD_FOLDER, gloo_thread_states, own_device
-from armillary.core.parts import compat
 from armillary.core.testing import World, fork_context, mesh
 
 

@@ -20,8 +20,8 @@ from armillary.core import (
     reduce_scatter,
     seq_to_head,
 )
+from armillary.core.internal import compat, dtensor
 from armillary.core.logsumexp_partial import pack_partial, unpack_partial
-from armillary.core.parts import compat, dtensor
 from armillary.core.testing import mesh
 from armillary.core.testing.dtensors import draw_placements, local_part, place
 

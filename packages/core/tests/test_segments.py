@@ -5,7 +5,7 @@ import pytest
 from core_cases import paths
 
 from armillary.core import Segments
-from armillary.core.parts import misplaced_segment, path_depths
+from armillary.core.internal import misplaced_segment, path_depths
 
 TREES = {
     "documents": ((0, 3, 7, 8), (-1, -1, -1)),

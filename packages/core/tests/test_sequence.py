@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from armillary.core import CommLedger, SequenceLayout, distribute_sequence, gather_sequence, sequence_from_local
+from armillary.core.internal import compat
 from armillary.core.layout import shard_order
-from armillary.core.parts import compat
 from armillary.core.testing import mesh
 from armillary.core.testing.dtensors import place
 

@@ -16,7 +16,7 @@ from armillary.core import SequenceLayout, attention_balance, attention_traffic
 from armillary.data import ByteTokenizer, Document, TokenStore, best_fit, open_store
 from armillary.data.cli import main
 from armillary.data.inspection import LAYOUTS, Bin, describe, histogram, measure_layouts
-from armillary.data.parts import packed_rows
+from armillary.data.internal import packed_rows
 
 LENGTHS = [1, 2, 3, 7, 8, 100, 1, 40, 64, 30]
 

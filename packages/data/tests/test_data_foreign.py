@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout
 from armillary.data import ByteTokenizer, Vocabulary, is_store, one_per_row, open_store
-from armillary.data.parts import tokenizer_of
+from armillary.data.internal import tokenizer_of
 
 datasets = pytest.importorskip("datasets")
 

@@ -39,9 +39,9 @@ from armillary.data import (
 )
 from armillary.data.cli import main
 from armillary.data.console import byte_quantity, quantity, whole_number
+from armillary.data.internal import tokenizer_of
 from armillary.data.loader.packed_sequences import Epochs
 from armillary.data.packing import Packed
-from armillary.data.parts import tokenizer_of
 from armillary.data.prepare import Preparation, prepare
 from armillary.data.prepare.sources import chunks
 from armillary.data.text.tokenizer import train_bpe

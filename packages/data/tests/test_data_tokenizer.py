@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from armillary.data import ByteTokenizer, TextTokenizer
-from armillary.data.parts import TextStreamer
+from armillary.data.internal import TextStreamer
 from armillary.data.text.tokenizer import decode_utf8, train_bpe
 
 LLAMA_3 = (

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from armillary.core import SequenceLayout
-from armillary.core.parts import misplaced_segment
+from armillary.core.internal import misplaced_segment
 from armillary.data import LabelTriples, prefix_tree, tree_batch
 
 SEQUENCES = [[1, 2, 3, 4, 9], [1, 2, 3, 5, 9], [1, 2, 3, 5, 9], [7, 8], [1, 2], [1, 2, 3, 5, 9, 9]]

@@ -9,7 +9,7 @@ import torch
 from armillary.attention import AttentionMask, Slice
 from armillary.attention.mask import Chunked, ImageSpans
 from armillary.integrations.transformers.documents import check_multimodal
-from armillary.integrations.transformers.masks import mask_of, narrow, rule_of
+from armillary.integrations.transformers.mask_functions import mask_of, narrow, rule_of
 
 transformers = pytest.importorskip("transformers")
 from transformers import masking_utils  # noqa: E402

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from armillary.attention import ContextParallel, Local, sequence
-from armillary.attention.parts import documents_of_positions
+from armillary.attention.internal import documents_of_positions
 from armillary.core.testing import mesh, relative_error
 from armillary.integrations.transformers.outputs import predicts_next_token
 from armillary.integrations.transformers.positions import repeats_positions

@@ -19,9 +19,9 @@ from armillary.attention import AttentionMask, Local, UPipe
 from armillary.core.testing import relative_error
 from armillary.models import Checkpointing, Llama, LlamaConfig, in_chunks, initialize, linear_token_loss
 from armillary.models.block import Context
+from armillary.models.internal import HeadProjections, Policy
 from armillary.models.layers.rope import RotaryEmbedding
 from armillary.models.layers.token_functions import TokenFunction
-from armillary.models.parts import HeadProjections, Policy
 
 SIZES = {"vocab_size": 50, "dim": 32, "layers": 3, "kv_heads": 2, "heads": 4, "hidden_dim": 48}
 TOKENS = torch.arange(2 * 37).view(2, 37) % 50

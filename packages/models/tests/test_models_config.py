@@ -11,7 +11,7 @@ from latent_models import DIRECT, LATENT
 
 from armillary.attention import AttentionMask
 from armillary.models import GPTConfig, LlamaConfig
-from armillary.models.parts import hub, meta_model, parameter_shapes
+from armillary.models.internal import hub, meta_model, parameter_shapes
 
 DEBUG = LlamaConfig.debug()
 

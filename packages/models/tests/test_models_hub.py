@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from armillary.models import GPT, GPTConfig, Llama, initialize, pretrained_config
 from armillary.models.hub import write as files
-from armillary.models.parts import tensor_bytes
+from armillary.models.internal import tensor_bytes
 
 GPT_SMALL = GPTConfig(vocab_size=13, dim=8, layers=2, heads=2, max_positions=16)
 LIMIT = 600

@@ -8,7 +8,7 @@ from hub_folders import build
 
 from armillary.models import GPTConfig, LatentSizes, LinearScaling, Llama3Scaling, YarnScaling
 from armillary.models.hub.configs import FAMILIES, GPT_FIELDS, HYBRID, LATENT, LATENT_FIELDS
-from armillary.models.parts import ends_of_text, parse
+from armillary.models.internal import ends_of_text, parse
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.core.parts import simulating
+from armillary.core.internal import simulating
 from armillary.core.testing import relative_error
 from armillary.models import linear_token_loss, token_loss
-from armillary.models.parts import loss_chunk_tokens
+from armillary.models.internal import loss_chunk_tokens
 
 B, T, E, V = 2, 37, 12, 101
 needs_torch = pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="needs torch 2.13")

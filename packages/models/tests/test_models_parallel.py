@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from armillary.attention import AttentionMask, build_attention
 from armillary.core import Axis, SequenceLayout
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.core.testing import Dispatched, mesh, relative_error
 from armillary.models import (
     GPT,

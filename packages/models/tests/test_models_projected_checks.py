@@ -12,7 +12,7 @@ from armillary.attention import AttentionMask, AttentionSpec, Local, Ring
 from armillary.attention.call import validation
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, Llama, LlamaConfig, tensor_parallel
-from armillary.models.parts import HeadProjections
+from armillary.models.internal import HeadProjections
 
 CONFIG = LlamaConfig(vocab_size=16, dim=16, layers=3, heads=4, kv_heads=2, hidden_dim=16)
 MASK = AttentionMask()

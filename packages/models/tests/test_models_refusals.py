@@ -41,7 +41,7 @@ from armillary.models import (
     token_logprobs,
     token_loss,
 )
-from armillary.models.parts import ends_of_text
+from armillary.models.internal import ends_of_text
 
 DEBUG = LlamaConfig.debug()
 STATES = StateConfig(heads=4, key_heads=2, key_dim=6, value_dim=5)

@@ -20,7 +20,7 @@ from armillary.models.activation_checkpoint import checkpointed_block
 from armillary.models.activation_checkpoint.checkpointed_block import OnDevice
 from armillary.models.activation_checkpoint.offload import OffloadedTensors
 from armillary.models.activation_checkpoint.policy import peak_count, segment_sizes
-from armillary.models.parts import best_input_count
+from armillary.models.internal import best_input_count
 
 LAYERS = 7
 LAYER, OUTPUT = Checkpointing("layer", chunk=16), Checkpointing("attention_output", chunk=16)

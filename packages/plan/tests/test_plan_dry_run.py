@@ -15,7 +15,7 @@ from armillary.plan.memory.room import Room
 from armillary.plan.trainer_run import job_of, predict, time_of
 from armillary.train import Config, ModelConfig, ParallelConfig, recipes
 from armillary.train.config import model_config
-from armillary.train.parts import dry_run
+from armillary.train.internal import dry_run
 
 # As in the recipes' docstrings.
 MACHINES = {

@@ -12,7 +12,7 @@ from armillary.attention.call.spec import key_heads_of
 from armillary.attention.kernels import Scores
 from armillary.attention.plans import Sizes
 from armillary.attention.tiling.latents import Expansion
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, GPTConfig, LlamaConfig, StateConfig
 from armillary.models.block import Block

@@ -13,12 +13,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, Local, UPipe, build_attention
+from armillary.attention.internal import Inputs
 from armillary.attention.kernels import CpuFlash, CudaFlash, Cudnn
-from armillary.attention.parts import Inputs
 from armillary.core import label
 from armillary.core.testing import fake_world
 from armillary.models import Checkpointing, GPTConfig, Llama, LlamaConfig, StateConfig
-from armillary.models.parts import simulated_stream
+from armillary.models.internal import simulated_stream
 from armillary.plan.memory import Job, LiveBytes, SimulatedFlash, SimulatedStep, measured_peak, simulate
 
 MiB = 2**20

@@ -8,7 +8,7 @@ import torch
 
 from armillary.models import GPTConfig, LatentSizes, LinearScaling, LlamaConfig, StateConfig
 from armillary.models.hub.configs import FAMILIES
-from armillary.models.parts import describe
+from armillary.models.internal import describe
 from armillary.plan.arguments import model_of
 from armillary.plan.memory.cli import MemoryOptions, plan_memory
 from armillary.plan.search.search import SearchOptions, search

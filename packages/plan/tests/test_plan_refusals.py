@@ -11,7 +11,7 @@ import torch
 from armillary.core.testing import refusal
 from armillary.models import GPTConfig, LlamaConfig
 from armillary.models.hub.configs import FAMILIES
-from armillary.models.parts import describe
+from armillary.models.internal import describe
 from armillary.plan import Cluster, Link
 from armillary.plan import tune as tuner
 from armillary.plan.cli import main as plan

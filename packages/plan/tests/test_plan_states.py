@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_plan_memory_command import by_formulas
 
-from armillary.attention.parts import over_all_ranks
+from armillary.attention.internal import over_all_ranks
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh
 from armillary.models import Checkpointing, Llama, LlamaConfig, StateConfig

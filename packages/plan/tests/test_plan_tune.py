@@ -30,7 +30,7 @@ from armillary.train import (
     recipes,
 )
 from armillary.train.cli import read_command
-from armillary.train.parts import Ranks
+from armillary.train.internal import Ranks
 
 SMALL = Config(
     model=ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, hidden_dim=48),

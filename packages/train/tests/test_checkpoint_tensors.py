@@ -21,9 +21,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 from armillary.core.testing import mesh
 from armillary.train.checkpoint.checkpoints import SavedCheckpoint, commit
-from armillary.train.checkpoint.files import Damaged, FileRecord, Manifest, SavedTensors, describe_tensor, save_tensors
-from armillary.train.checkpoint.folder import CheckpointFolder
-from armillary.train.parts import Ranks
+from armillary.train.checkpoint.output_folder import CheckpointFolder
+from armillary.train.checkpoint.tensors_and_manifest import (
+    Damaged,
+    FileRecord,
+    Manifest,
+    SavedTensors,
+    describe_tensor,
+    save_tensors,
+)
+from armillary.train.internal import Ranks
 
 FILE = "rank-0.safetensors"
 TENSORS = {
@@ -67,7 +74,7 @@ def test_tensors_are_restored_equally_and_torch_reads_them(saved):
 
 
 def test_many_tensors_are_split_into_files_and_others_in_the_folder_are_not_touched(tmp_path, monkeypatch):
-    monkeypatch.setattr("armillary.train.checkpoint.files.MAX_FILE_BYTES", 70)
+    monkeypatch.setattr("armillary.train.checkpoint.tensors_and_manifest.MAX_FILE_BYTES", 70)
     files = save_tensors(tmp_path, {"model": TENSORS})
     assert files == {name: FileRecord.of_file(tmp_path / name) for name in os.listdir(tmp_path)}
     assert files.keys() == {FILE, *(f"rank-0-{number}.safetensors" for number in (1, 2))}

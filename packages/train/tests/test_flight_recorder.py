@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.train import hang_diagnosis
 
 

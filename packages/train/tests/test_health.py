@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.core.testing import fork_context
 from armillary.train import hang_diagnosis
 from armillary.train.checkpoint.checkpoints import Background
@@ -39,8 +39,8 @@ from armillary.train.hang_diagnosis import (
     recorded_calls,
     waits,
 )
+from armillary.train.internal import caused_by_peers
 from armillary.train.logs import GuardedSink, Sink
-from armillary.train.parts import caused_by_peers
 from armillary.train.stop_signal import REPEAT, StopSignal
 
 WAITING = Heartbeat(

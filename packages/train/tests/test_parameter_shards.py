@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from armillary.core.parts import compat, dtensor
+from armillary.core.internal import compat, dtensor
 from armillary.core.testing import mesh
 from armillary.models.parallel import local_part
 from armillary.models.parameter_shards import box_of

@@ -16,8 +16,15 @@ from typing import Any
 import pytest
 
 from armillary.train.checkpoint.checkpoints import commit
-from armillary.train.checkpoint.files import MANIFEST, Manifest, checkpoint_fault, checksum, is_copy, write_recorded
-from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.output_folder import CheckpointFolder
+from armillary.train.checkpoint.tensors_and_manifest import (
+    MANIFEST,
+    Manifest,
+    checkpoint_fault,
+    checksum,
+    is_copy,
+    write_recorded,
+)
 
 fork = multiprocessing.get_context("fork")  # a forked process need not import torch
 EMPTY = Manifest(0, 1, 0, {"rows": 4}, {"model_type": "llama"}, "", {})

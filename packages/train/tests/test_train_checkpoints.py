@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from training_runs import SMALL as PLAIN
 from training_runs import TEXT, at, file_size_limit, on_mesh
 
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.train import (
     Config,
     OptimizerConfig,
@@ -42,12 +42,12 @@ from armillary.train import (
 from armillary.train.checkpoint import Checkpoints
 from armillary.train.checkpoint.checkpoints import training_state
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.files import Manifest, checkpoint_fault, checksum
-from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.output_folder import CheckpointFolder
+from armillary.train.checkpoint.tensors_and_manifest import Manifest, checkpoint_fault, checksum
 from armillary.train.cli import main
+from armillary.train.internal import Ranks, Watchdog
 from armillary.train.lock import OutputLock
 from armillary.train.logs import Reporter
-from armillary.train.parts import Ranks, Watchdog
 from armillary.train.step import train_step
 
 SMALL = replace(

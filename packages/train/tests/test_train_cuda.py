@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from armillary.attention.internal import FlashAttn3
 from armillary.attention.kernels import Dense
-from armillary.attention.parts import FlashAttn3
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.models import LlamaConfig
 from armillary.models.block import Block
 from armillary.train import Config, CudaConfig, DataConfig, OptimizerConfig, ParallelConfig, TrainConfig, build

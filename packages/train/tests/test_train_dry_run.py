@@ -13,7 +13,7 @@ from armillary.models import Llama, LlamaConfig
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, recipes
 from armillary.train.cli import main, read_command
 from armillary.train.config import model_config
-from armillary.train.parts import choose_axes, dry_run, shard_model
+from armillary.train.internal import choose_axes, dry_run, shard_model
 
 RANKS = {
     "debug": 4,

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from armillary.core.parts import read_json
+from armillary.core.internal import read_json
 from armillary.data import TextTokenizer, open_store, read_documents
 from armillary.data.formats.foreign import is_single_dataset
 from armillary.data.formats.store_folder import Header, map_file
 from armillary.data.prepare.sources import chunks
 from armillary.data.text.tokenizer import read_name
-from armillary.models.parts import ends_of_text, open_tensors
-from armillary.train.checkpoint.files import Damaged, FileRecord, SavedTensors, file_fault, read_checked
+from armillary.models.internal import ends_of_text, open_tensors
+from armillary.train.checkpoint.tensors_and_manifest import Damaged, FileRecord, SavedTensors, file_fault, read_checked
 from armillary.train.config.overlay import read_settings
 from armillary.train.lock import Holder, heartbeat
 from armillary.train.logs import cut_records, read_records

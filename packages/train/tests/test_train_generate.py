@@ -12,9 +12,9 @@ from training_runs import SMALL, at, train_small
 
 from armillary.attention import Local
 from armillary.models import Llama, generate
-from armillary.models.parts import parse as parse_config
+from armillary.models.internal import parse as parse_config
 from armillary.train import SaveConfig
-from armillary.train.checkpoint.files import Manifest, SavedTensors
+from armillary.train.checkpoint.tensors_and_manifest import Manifest, SavedTensors
 from armillary.train.generate import Generate, prompts_of, read_generate
 from armillary.train.generate import run as continue_prompts
 

@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from armillary.attention.kernels import Dense
 from armillary.core import Axis
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.core.testing import fake_world
 from armillary.data import ByteTokenizer, Document, TokenStore
 from armillary.models import Checkpointing
 from armillary.train import Config, DataConfig, ModelConfig, ParallelConfig, Run, TrainConfig
 from armillary.train.axes import data_mesh
 from armillary.train.config import model_config
-from armillary.train.parts import load_rows, shard_model
+from armillary.train.internal import load_rows, shard_model
 from armillary.train.step import train_step
 
 DEVICE = torch.device("meta")

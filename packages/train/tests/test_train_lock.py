@@ -13,8 +13,8 @@ from training_runs import file_size_limit
 
 from armillary.train import lock as locks
 from armillary.train.checkpoint.checkpoints import commit
-from armillary.train.checkpoint.files import Manifest
-from armillary.train.checkpoint.folder import CheckpointFolder, remove
+from armillary.train.checkpoint.output_folder import CheckpointFolder, remove
+from armillary.train.checkpoint.tensors_and_manifest import Manifest
 from armillary.train.lock import FolderInUse, Holder, LockLost, OutputLock, start_time, take
 from armillary.train.logs import Journal
 

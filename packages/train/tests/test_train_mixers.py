@@ -14,8 +14,8 @@ from armillary.models import LatentSizes, Llama, StateConfig, initialize
 from armillary.train import Config, ModelConfig, ParallelConfig, SaveConfig, prepare, process_group
 from armillary.train.config import model_config
 from armillary.train.device import inputs_of
+from armillary.train.internal import dry_run
 from armillary.train.optimizer import build_optimizer, learning_rate
-from armillary.train.parts import dry_run
 
 SIZES = {"dim": 32, "heads": 4, "hidden_dim": 48}
 LATENT = ModelConfig(**SIZES, layers=2, latent_rank=12, latent_query_rank=16, latent_rotary_dim=4, latent_value_dim=6)

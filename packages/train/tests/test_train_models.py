@@ -37,7 +37,7 @@ from armillary.train.build import vocabulary_size
 from armillary.train.checkpoint.export import main as export
 from armillary.train.cli import read_command
 from armillary.train.config import model_config
-from armillary.train.parts import open_stores
+from armillary.train.internal import open_stores
 
 SMALL = replace(
     PLAIN,

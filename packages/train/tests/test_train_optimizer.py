@@ -12,8 +12,8 @@ from armillary.core import clip_gradients
 from armillary.core.testing import mesh
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, initialize, linear_token_loss, parallelize
 from armillary.train import OptimizerConfig
+from armillary.train.internal import build_optimizer
 from armillary.train.optimizer import learning_rate, schedule_notes
-from armillary.train.parts import build_optimizer
 
 # -- schedules --------------------------------------------------------------------------------------------------------
 

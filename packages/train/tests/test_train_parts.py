@@ -9,8 +9,8 @@ from armillary.attention import AttentionMask
 from armillary.data.console import parse
 from armillary.train import Config, ParallelConfig, TrainConfig
 from armillary.train.device import choose_device
+from armillary.train.internal import batch_mask, choose_axes
 from armillary.train.metrics import StepMetrics
-from armillary.train.parts import batch_mask, choose_axes
 
 
 def test_whole_numbers_are_read_as_people_write_them():

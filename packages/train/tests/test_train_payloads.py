@@ -18,7 +18,7 @@ from training_runs import at as placed
 from armillary.models import Llama
 from armillary.train import Config, ParallelConfig
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.files import MANIFEST, FileRecord, Manifest
+from armillary.train.checkpoint.tensors_and_manifest import MANIFEST, FileRecord, Manifest
 from armillary.train.generate import Generate
 from armillary.train.generate import run as generate
 

@@ -29,20 +29,20 @@ from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store
 from armillary.data.text.tokenizer import train_bpe
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
+from armillary.models.internal import meta_model, parameter_shapes, parse
 from armillary.models.parameter_shards import box_of
-from armillary.models.parts import meta_model, parameter_shapes, parse
 from armillary.train import Config, DataConfig, LogConfig, ModelConfig, ParallelConfig, SaveConfig, TrainConfig
 from armillary.train import cli as trainer
 from armillary.train.build import vocabulary_size
 from armillary.train.checkpoint.export import main as export
-from armillary.train.checkpoint.files import FORMAT, MANIFEST, Manifest, checkpoint_fault, checksum
-from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.output_folder import CheckpointFolder
+from armillary.train.checkpoint.tensors_and_manifest import FORMAT, MANIFEST, Manifest, checkpoint_fault, checksum
 from armillary.train.config import check_config
 from armillary.train.config.check import check_log
 from armillary.train.generate import Generate
 from armillary.train.generate import main as generate
 from armillary.train.generate import run as continue_prompts
-from armillary.train.parts import open_stores
+from armillary.train.internal import open_stores
 from armillary.train.random_state import WORDS, random_state, set_random_state
 from armillary.train.run_tokenizer import TokenSource
 

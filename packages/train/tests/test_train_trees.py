@@ -12,7 +12,7 @@ from armillary.core import SequenceLayout
 from armillary.core.testing import relative_error
 from armillary.data import Batches, prefix_tree, tree_batch
 from armillary.models import initialize
-from armillary.models.parts import meta_model
+from armillary.models.internal import meta_model
 from armillary.train import (
     Config,
     DataConfig,
@@ -24,8 +24,8 @@ from armillary.train import (
     process_group,
 )
 from armillary.train.config import model_config
+from armillary.train.internal import batch_mask
 from armillary.train.loop import bad_rows, validate
-from armillary.train.parts import batch_mask
 from armillary.train.step import backward, sum_over_ranks
 
 LENGTH = 40

@@ -24,7 +24,7 @@ from armillary.attention.context_parallel.communication import method_axes, sum_
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.core import Axis, Segments, SequenceLayout, accumulation_dtype
-from armillary.core.parts import MISSING, check_tensor, integer
+from armillary.core.internal import MISSING, check_tensor, integer
 
 Axes = Method | Sequence[DeviceMesh | Axis]
 """All axes over which tokens or rows differ: a method, for its axes, or a list of 1-D meshes or axes."""

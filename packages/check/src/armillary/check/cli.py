@@ -19,7 +19,7 @@ from armillary.check.model import ModelReport, check_model, error_line
 from armillary.check.probes import verify
 from armillary.check.report import report_of_call
 from armillary.check.step import Build, CheckRun
-from armillary.core.parts import integer
+from armillary.core.internal import integer
 from armillary.core.testing import RankFailed, Worlds
 
 PROGRAM = "armillary-check"

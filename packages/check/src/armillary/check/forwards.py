@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from armillary.check.layers import ModelParts
 from armillary.check.observe import find_positions
 from armillary.check.step import CheckBatch, StepOutput, fingerprint, first_tensor
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 
 Loss = Callable[[nn.Module, CheckBatch], Tensor | StepOutput]
 DROPOUT = ("dropout", "pdrop", "layerdrop", "jitter")

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import Registries, method_of_implementation
+from armillary.attention.internal import Registries, method_of_implementation
 
 POSITION = re.compile("wpe|pos", re.I)
 """Matches names of arguments that are position ids, and of embeddings of positions."""

@@ -26,7 +26,7 @@ from armillary.check.compare import MODEL_LIMITS, Comparison, TensorError, compa
 from armillary.check.diagnose import Diagnosis, Evidence, diagnose, list_names, spans
 from armillary.check.method import align_columns
 from armillary.check.step import VOCABULARY, Build, CheckRun, RankRecord, Reduce, Step, run_step
-from armillary.core.parts import integer
+from armillary.core.internal import integer
 from armillary.core.testing import RankFailed, Worlds
 
 VARIANTS = ("recompute", "compile", "two micro-batches")

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from armillary.attention.parts import IGNORED, AttentionOptions, in_backward
+from armillary.attention.internal import IGNORED, AttentionOptions, in_backward
 from armillary.check.facts import MODULUS, LabelTally, Observation, VerifyReport, judge, tolerance
 from armillary.check.layers import POSITION, ModelParts, kinds_of_layers, methods_in
 from armillary.check.step import WRAPPERS, CheckBatch, first_tensor
 from armillary.core import SequenceLayout
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 
 CHUNK = 1024
 """Tokens whose logits are computed at once where the loss makes none."""

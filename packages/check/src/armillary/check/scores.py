@@ -15,7 +15,7 @@ from armillary.check.forwards import Forward, Runner, gathered
 from armillary.check.layers import CHOICE, FADING, ModelParts
 from armillary.check.reach import changed_tokens, runs_of
 from armillary.check.step import CheckBatch
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 
 BIASES = "sinks and biases"
 ATTENTION = re.compile("att", re.I)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from armillary.attention.parts import IGNORED, in_backward
-from armillary.core.parts import compat
+from armillary.attention.internal import IGNORED, in_backward
+from armillary.core.internal import compat
 
 VOCABULARY = 64
 """Default vocabulary size of `check_model`; token ids are smaller."""

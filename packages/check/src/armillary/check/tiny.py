@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from armillary.core.parts import read_json
+from armillary.core.internal import read_json
 
 HEAD_DIM, WIDE_HEAD_DIM = 8, 16
 """Head dims. The wide one is for rotary embeddings of a part of each head, or in sections: these need even dims."""

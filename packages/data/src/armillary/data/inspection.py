@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from armillary.core import SequenceLayout, attention_balance, attention_traffic
-from armillary.core.parts import mask_slices, uncut_spans
+from armillary.core.internal import mask_slices, uncut_spans
 from armillary.data.loader.batches import check_minimum
 from armillary.data.loader.packed_sequences import PackedRow, PackedSequences, check_length
 from armillary.data.packing import Packing

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from armillary.core import LabelTriples, Segments, SequenceLayout
-from armillary.core.parts import MISSING, path_depths
+from armillary.core.internal import MISSING, path_depths
 from armillary.data.loader.batches import Batch
 from armillary.data.store import Index
 

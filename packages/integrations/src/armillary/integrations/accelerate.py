@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from armillary.attention import ContextParallel, Method
-from armillary.attention.parts import gather_integers
+from armillary.attention.internal import gather_integers
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from armillary.attention import ContextParallel, Method
-from armillary.attention.parts import gather_tokens, over_all_ranks
+from armillary.attention.internal import gather_tokens, over_all_ranks
 from armillary.integrations.accelerate import RowGroups, share_rows
 from armillary.integrations.transformers.models import methods_of, padding_idx_of, parts_of
 from armillary.integrations.transformers.outputs import ROUTER_LOSS_ERROR, predicts_next_token

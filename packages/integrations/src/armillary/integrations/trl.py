@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from armillary.attention import ContextParallel
-from armillary.attention.parts import ContextParallelBatch, method_axes, segment_sum, sum_over_axes
+from armillary.attention.internal import ContextParallelBatch, method_axes, segment_sum, sum_over_axes
 from armillary.integrations.accelerate import RowGroups
 from armillary.integrations.trainer import SharedRowsTrainer, attention_method
 from armillary.integrations.transformers.models import padding_idx_of

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from armillary.attention import ContextParallel, Method
-from armillary.attention.parts import IGNORED, ContextParallelBatch, gather_integers
+from armillary.attention.internal import IGNORED, ContextParallelBatch, gather_integers
 
 # Inputs with one value per token, which are sharded.
 TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")

@@ -4,7 +4,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from armillary.core import LabelTriples
-from armillary.core.parts import imported_at_first_use
+from armillary.core.internal import imported_at_first_use
 from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.config import GPTConfig, LatentSizes, LlamaConfig, Mixer, StateConfig
 from armillary.models.gpt import GPT

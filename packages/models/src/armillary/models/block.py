@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, TokenProjections
 from armillary.core import SequenceLayout, label
-from armillary.core.parts import check_local
+from armillary.core.internal import check_local
 from armillary.models.layers.projections import HeadProjections, ProjectionModule
 from armillary.models.layers.rope import RotaryEmbedding
 from armillary.models.layers.state_mixers import StateMixer

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from armillary.attention import AttentionMask
-from armillary.core.parts import check_bool, integer, number
+from armillary.core.internal import check_bool, integer, number
 from armillary.models.layers.rope import Llama3Scaling, RopeScaling
 
 Mixer = Literal["attention", "delta_rule", "mamba2"]

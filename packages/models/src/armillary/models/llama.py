@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Local, Method
-from armillary.attention.parts import over_all_ranks, sequence_axis
+from armillary.attention.internal import over_all_ranks, sequence_axis
 from armillary.core import SequenceLayout, relayout
 from armillary.models.block import AttentionFunction, Block, Context, Decoder, HeadFunction
 from armillary.models.config import LlamaConfig, Mixer

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from armillary.attention import AttentionMask, Local, Method
 from armillary.core import SequenceLayout, accumulation_dtype, start_all_gather
-from armillary.core.parts import check_local, integer, number
+from armillary.core.internal import check_local, integer, number
 from armillary.models.block import AttentionFunction, Block, run_plainly
 from armillary.models.gpt import GPT
 from armillary.models.layers.state_mixers import Recurrence, StateMixer

@@ -14,7 +14,7 @@ from armillary.models import GPTConfig, LlamaConfig, StateConfig, pretrained_con
 from armillary.plan.cluster import Cluster
 from armillary.plan.latent_models import latent_model
 from armillary.train.config import flag
-from armillary.train.parts import MOST_RANKS
+from armillary.train.internal import MOST_RANKS
 
 Model = LlamaConfig | GPTConfig
 # A number of tokens, such as 65536 or "128Ki"; `amount` converts it to an int.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from armillary.core.parts import check_bool, integer, number, read_json
+from armillary.core.internal import check_bool, integer, number, read_json
 from armillary.models import LatentSizes, LlamaConfig
 
 # Values of `model_type` that the trainer does not read.

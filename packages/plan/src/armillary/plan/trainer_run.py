@@ -22,7 +22,7 @@ from armillary.plan.time.passes import passes_of
 from armillary.plan.time.step_time import StepTime, step_time
 from armillary.train import Config
 from armillary.train.config import ConfiguredRun, read_run
-from armillary.train.parts import DryRun, dry_run, precision_of, print_dry_run, sm_margin
+from armillary.train.internal import DryRun, dry_run, precision_of, print_dry_run, sm_margin
 
 
 @dataclass(frozen=True)

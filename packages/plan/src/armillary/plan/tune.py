@@ -22,10 +22,10 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from armillary.attention import AttentionMask
 from armillary.core import world_size
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.data.console import Bar, Column, exit_on_error, print_lines, print_table, refuse_removed
 from armillary.models import initialize, linear_token_loss
-from armillary.models.parts import one_block
+from armillary.models.internal import one_block
 from armillary.plan.arguments import cluster_of, duration, is_hybrid
 from armillary.plan.memory import estimate
 from armillary.plan.memory.room import Room
@@ -44,7 +44,7 @@ from armillary.train.config import (
     model_config,
     read_run,
 )
-from armillary.train.parts import (
+from armillary.train.internal import (
     Ranks,
     batch_mask,
     caused_by_peers,

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from armillary.attention.parts import is_installed
+from armillary.attention.internal import is_installed
 
 
 class Operands(NamedTuple):

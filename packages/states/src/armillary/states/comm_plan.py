@@ -14,7 +14,7 @@ import torch
 from armillary.attention import AttentionMask, CommPlan
 from armillary.attention.plans import Payload, Step, all_gather, reduce_scatter, send_to_each, steps
 from armillary.core import Segments, SequenceLayout, accumulation_dtype
-from armillary.core.parts import Owners, check_choice
+from armillary.core.internal import Owners, check_choice
 from armillary.states.scan_plan import exchange_counts, segments_of_rows
 
 StateLayer = Literal["gated_delta_rule", "ssd"]

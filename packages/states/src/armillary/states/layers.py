@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask
 from armillary.core import Axis, SequenceLayout
-from armillary.core.parts import check_tensor, compat, define_pair, number, traced_axis
+from armillary.core.internal import check_tensor, compat, define_pair, number, traced_axis
 from armillary.states.chunks import Operands, StateKernel, choose_kernel
 from armillary.states.scan import Scan, ScanCall
 from armillary.states.scan_plan import ScanPlan, plan_scan, segments_of_rows
@@ -379,7 +379,7 @@ def run_on_dtensors(
     Returns:
         (out, with the placements of the inputs; final state [B, H, Dk, Dv], with those of `initial_state`).
     """
-    from armillary.core.parts import dtensor  # DTensor's import takes seconds
+    from armillary.core.internal import dtensor  # DTensor's import takes seconds
 
     without_tokens = {"A": inputs.get("A"), "initial_state": initial_state}
     tokens = dtensor.check_kinds({name: x for name, x in inputs.items() if name not in without_tokens}, without_tokens)

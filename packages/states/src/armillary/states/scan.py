@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.parts import outside_autocast
+from armillary.attention.internal import outside_autocast
 from armillary.core import Axis, start_all_gather, start_reduce_scatter
-from armillary.core.parts import phase
+from armillary.core.internal import phase
 from armillary.states.chunks import Operands, StateKernel, apply_map
 from armillary.states.scan_plan import Forest, ScanPlan, StateExchange
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from armillary.attention import AttentionMask
 from armillary.core import Segments, SequenceLayout
-from armillary.core.parts import MISSING, Integers, Owners, compat, segments_of
+from armillary.core.internal import MISSING, Integers, Owners, compat, segments_of
 
 
 class ShardRun(NamedTuple):

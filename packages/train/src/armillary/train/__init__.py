@@ -3,7 +3,7 @@
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from armillary.core.parts import imported_at_first_use
+from armillary.core.internal import imported_at_first_use
 from armillary.train.config.sections import (
     CheckConfig,
     Config,

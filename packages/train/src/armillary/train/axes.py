@@ -8,7 +8,7 @@ from math import gcd, isqrt
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.train.config.check import configured_method, model_config
 from armillary.train.config.sections import Config
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import Method
-from armillary.attention.parts import choose_kernel
+from armillary.attention.internal import choose_kernel
 from armillary.core import Axis, SequenceLayout, accumulation_dtype, build_mesh, start_process_group, world_size
 from armillary.data import Batch, PackedSequences, TokenStore, check_length, python_corpus
 from armillary.data.console import flag_in_errors
-from armillary.data.parts import PACKINGS, Documents, open_tokens, read_tokenizer
+from armillary.data.internal import PACKINGS, Documents, open_tokens, read_tokenizer
 from armillary.models import (
     GPT,
     GPTConfig,
@@ -28,7 +28,7 @@ from armillary.models import (
     parallelize,
     pretrained_config,
 )
-from armillary.models.parts import meta_model, weight_map
+from armillary.models.internal import meta_model, weight_map
 from armillary.train.axes import choose_axes, data_mesh, mesh_axes
 from armillary.train.checkpoint import check_output
 from armillary.train.config.check import check_config, check_log, configured_method, model_config

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from armillary.attention.parts import (
+from armillary.attention.internal import (
     FlashAttn3,
     Inputs,
     Kernel,
     choose_kernel,
     default_margin,
 )
-from armillary.core.parts import binds_device
+from armillary.core.internal import binds_device
 from armillary.models import GPTConfig, LlamaConfig
 
 if TYPE_CHECKING:  # checks of a GPU import this module in environments without pydantic

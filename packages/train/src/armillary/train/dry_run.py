@@ -15,9 +15,9 @@ from math import prod
 import torch
 
 from armillary.attention import Method
-from armillary.attention.parts import FAMILIES, Inputs, choose_kernel, kernel_candidates
+from armillary.attention.internal import FAMILIES, Inputs, choose_kernel, kernel_candidates
 from armillary.attention.plans import head_stages
-from armillary.core.parts import check_axes, compat
+from armillary.core.internal import check_axes, compat
 from armillary.core.testing import fake_world
 from armillary.data.console import Column, flag_in_errors, print_lines, print_table
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig

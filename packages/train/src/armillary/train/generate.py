@@ -21,16 +21,16 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from armillary.core import build_mesh, start_process_group, world_size
-from armillary.core.parts import read_json
+from armillary.core.internal import read_json
 from armillary.data import ByteTokenizer
 from armillary.data.console import Bar, exit_on_error, one_line, parse, refuse_removed
-from armillary.data.parts import TextStreamer, TwoWayTokenizer, has_tokenizer, read_tokenizer
+from armillary.data.internal import TextStreamer, TwoWayTokenizer, has_tokenizer, read_tokenizer
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, Sampling, load_pretrained, pretrained_config, stream
-from armillary.models.parts import CONFIG, ends_of_text, weight_map
+from armillary.models.internal import CONFIG, ends_of_text, weight_map
 from armillary.train.build import precision, shard_model
 from armillary.train.checkpoint.checkpoints import SavedCheckpoint
-from armillary.train.checkpoint.files import Damaged
-from armillary.train.checkpoint.folder import COMPLETE, CheckpointFolder
+from armillary.train.checkpoint.output_folder import COMPLETE, CheckpointFolder
+from armillary.train.checkpoint.tensors_and_manifest import Damaged
 from armillary.train.config.overlay import check_limits
 from armillary.train.config.sections import Config, Count, CountOrNone, ParallelConfig, Several, TrainConfig
 from armillary.train.device import choose_device

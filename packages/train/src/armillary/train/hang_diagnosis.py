@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 
 # Seconds without a heartbeat after which a rank counts as dead.
 SILENCE = 6.0

@@ -25,7 +25,7 @@ from uuid import uuid4
 import torch.distributed as dist
 from pydantic import TypeAdapter
 
-from armillary.core.parts import open_file, read_file, writing
+from armillary.core.internal import open_file, read_file, writing
 from armillary.train.ranks import results_of_all
 
 # Seconds between heartbeats of a holder.

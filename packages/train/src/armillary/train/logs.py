@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from armillary.core.parts import open_file, parse_json, read_file, write_whole
+from armillary.core.internal import open_file, parse_json, read_file, write_whole
 from armillary.data.console import picture, printable
 from armillary.train.config.sections import Config
 from armillary.train.metrics import StepMetrics, average

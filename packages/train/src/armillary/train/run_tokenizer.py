@@ -10,10 +10,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from armillary.core.parts import read_json
+from armillary.core.internal import read_json
 from armillary.data import ByteTokenizer, TextTokenizer, is_store
-from armillary.data.parts import BEGIN, TwoWayTokenizer, has_tokenizer, read_tokenizer, tokenizer_of
-from armillary.models.parts import CONFIG
+from armillary.data.internal import BEGIN, TwoWayTokenizer, has_tokenizer, read_tokenizer, tokenizer_of
+from armillary.models.internal import CONFIG
 from armillary.train.config.sections import Config
 
 

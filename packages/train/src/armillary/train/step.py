@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import observe_shard, over_all_ranks
+from armillary.attention.internal import observe_shard, over_all_ranks
 from armillary.core import Axis, clip_gradients, to_device
 from armillary.data import Batch, Batches
-from armillary.data.parts import Documents, Parents
+from armillary.data.internal import Documents, Parents
 from armillary.models import GPT, Llama, linear_token_loss
 from armillary.models.parallel import begin_micro_batch
 from armillary.train.config.sections import Config

@@ -37,7 +37,7 @@ from armillary.attention.call.validation import (
     check_sinks,
     check_transforms,
 )
-from armillary.core.parts import OpArguments, compat, define_op, pack, pack_registered, register, unpack
+from armillary.core.internal import OpArguments, compat, define_op, pack, pack_registered, register, unpack
 
 # -- routes -----------------------------------------------------------------------------------------------------------
 

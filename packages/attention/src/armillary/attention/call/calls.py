@@ -41,7 +41,7 @@ from armillary.attention.call.validation import check_call, expanded_shapes
 from armillary.attention.kernels import KERNELS
 from armillary.attention.tiling.latents import Expansion, TokenSizes
 from armillary.core import SequenceLayout, accumulation_dtype
-from armillary.core.parts import compat, object_of, own_memory, phase, pivot
+from armillary.core.internal import compat, object_of, own_memory, phase, pivot
 
 # -- calls of eager mode ----------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from armillary.attention.call.qkv_sources import Projections
 from armillary.attention.call.spec import AttentionMethod, AttentionOptions
 from armillary.attention.call.validation import over_all_ranks
 from armillary.core import Axis, SequenceLayout
-from armillary.core.parts import compat, dtensor, object_of
+from armillary.core.internal import compat, dtensor, object_of
 
 Metadata = tuple[DeviceMesh, tuple[Placement, ...], tuple[int, ...]]
 """Mesh, placements and shape of a DTensor: the fields of `Placed`."""

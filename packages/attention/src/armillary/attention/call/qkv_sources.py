@@ -18,7 +18,7 @@ from torch import Tensor
 from armillary.attention.call.recompute import GradientSums, RNGReplay, autocast_enabled, capture_autocast
 from armillary.attention.tiling.latents import Expansion
 from armillary.core import accumulation_dtype
-from armillary.core.parts import at_tokens, chunks
+from armillary.core.internal import at_tokens, chunks
 
 Heads = Sequence[int]
 """Indices of query heads or of key/value heads."""

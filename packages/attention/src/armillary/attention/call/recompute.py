@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from armillary.core import accumulation_dtype
-from armillary.core.parts import compat, is_simulating
+from armillary.core.internal import compat, is_simulating
 
 # -- autocast and random numbers --------------------------------------------------------------------------------------
 

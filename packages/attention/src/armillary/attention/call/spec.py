@@ -22,7 +22,7 @@ from armillary.attention.tiling.block import BlockAttention, Shards, head_runs, 
 from armillary.attention.tiling.grid import CachesDerived, Grid, grid_of
 from armillary.attention.tiling.latents import Expansion, TokenSizes
 from armillary.core import Axis, SequenceLayout, TokenRanges
-from armillary.core.parts import register
+from armillary.core.internal import register
 
 
 class Saved(NamedTuple):

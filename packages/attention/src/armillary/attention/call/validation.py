@@ -15,7 +15,7 @@ from armillary.attention.kernels import Inputs, Scores, check_softcap, choose_ke
 from armillary.attention.kernels.inputs import activated_implementation, is_deterministic
 from armillary.attention.mask import AttentionMask
 from armillary.core import SequenceLayout
-from armillary.core.parts import check_tensor, compat, number
+from armillary.core.internal import check_tensor, compat, number
 
 # -- calls ------------------------------------------------------------------------------------------------------------
 

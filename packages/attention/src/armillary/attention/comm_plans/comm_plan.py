@@ -18,7 +18,7 @@ import torch
 from armillary.attention.mask import AttentionMask
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, accumulation_dtype
-from armillary.core.parts import KINDS, PHASES, check_choice
+from armillary.core.internal import KINDS, PHASES, check_choice
 
 Kind = Literal["p2p", "all_to_all", "all_gather", "reduce_scatter"]
 Role = Literal["ring", "ulysses", "nodes", "devices"]

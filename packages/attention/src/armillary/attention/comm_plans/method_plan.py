@@ -29,7 +29,7 @@ from armillary.attention.comm_plans.comm_plan import AttentionShape, CommPlan
 from armillary.attention.mask import AttentionMask, layout_of
 from armillary.attention.methods.head_shards import split_heads
 from armillary.core import SequenceLayout
-from armillary.core.parts import Side
+from armillary.core.internal import Side
 
 InnerPlan = Callable[[AttentionShape], CommPlan]
 """Returns the communication plan of a method on the sequence axis."""

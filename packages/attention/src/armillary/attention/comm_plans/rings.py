@@ -36,7 +36,7 @@ from armillary.attention.methods.wallfacer import Placement, Teams
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout
-from armillary.core.parts import Side
+from armillary.core.internal import Side
 
 TokenSends = Callable[[RingTopology, Grid, int], Iterable[Send]]
 """Returns the sends of all ranks of a ring that start at a step. `Send.bytes` is the number of tokens here."""

@@ -22,7 +22,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.attention_mask import Documents
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
-from armillary.core.parts import check_tensor, integer
+from armillary.core.internal import check_tensor, integer
 
 IGNORED = -100
 """Label of a token that the loss skips, as in cross_entropy and transformers."""

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from armillary.attention.call.validation import over_all_ranks
 from armillary.attention.methods.base import Method
 from armillary.core import Axis, SequenceLayout, all_reduce, start_all_gather
-from armillary.core.parts import check_tensor, compat, mesh_ranks, parameters_outside_fsdp
+from armillary.core.internal import check_tensor, compat, mesh_ranks, parameters_outside_fsdp
 
 Value = TypeVar("Value")
 

@@ -18,7 +18,7 @@ from armillary.attention.context_parallel.communication import TensorCache, find
 from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 
 Integers = npt.NDArray[np.int64]
 

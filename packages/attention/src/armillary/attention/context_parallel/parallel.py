@@ -23,7 +23,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.attention.registry import build_attention
 from armillary.core import Axis, SequenceLayout
-from armillary.core.parts import check_tensor, compat, integer
+from armillary.core.internal import check_tensor, compat, integer
 
 PREPARERS = "armillary.prepare"
 """Group of entry points, each named after a library, that `ContextParallel.prepare` calls as (model, cp, **options)."""

@@ -31,7 +31,7 @@ from armillary.attention.context_parallel.sequence import (
 from armillary.attention.mask import AttentionMask, Documents
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 
 
 def sdpa_parallel(attend: Method) -> SdpaParallel:

@@ -19,7 +19,7 @@ from armillary.attention.context_parallel.sequence import check_method
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.base import Method
 from armillary.core import SequenceLayout
-from armillary.core.parts import dtensor
+from armillary.core.internal import dtensor
 
 
 class ContextParallelStyle(ParallelStyle):

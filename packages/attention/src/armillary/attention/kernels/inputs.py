@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention.mask import AttentionMask
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Supported dtypes. Narrower ones, such as float8, are not, because their tensors need scales."""

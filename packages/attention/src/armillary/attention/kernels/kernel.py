@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from armillary.attention.kernels.inputs import Inputs, Limits
 from armillary.attention.mask import Window
 from armillary.core import to_device
-from armillary.core.parts import compat, count_pairs, number, slice_array
+from armillary.core.internal import compat, count_pairs, number, slice_array
 
 ALIGNMENT = 8
 """Number of 16-bit elements in 16 bytes, the unit of a GPU load. Rows must start at multiples of this number."""

@@ -31,7 +31,7 @@ from armillary.attention.mask.patterns import (
 )
 from armillary.attention.mask.slices_trees_blocks import Blocks, Slice, SliceList, Tree
 from armillary.core import Segments, SequenceLayout
-from armillary.core.parts import (
+from armillary.core.internal import (
     Integers,
     Side,
     Slices,

@@ -15,7 +15,7 @@ from zlib import crc32
 
 import numpy as np
 
-from armillary.core.parts import (
+from armillary.core.internal import (
     FAR,
     Integers,
     Slices,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from armillary.attention.mask.patterns import Ends, RowPattern, integers
 from armillary.core import Segments
-from armillary.core.parts import (
+from armillary.core.internal import (
     FAR,
     Integers,
     Slices,

@@ -33,7 +33,7 @@ from armillary.attention.kernels import Kernel
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.attention_mask import layout_of
 from armillary.core import Axis, SequenceLayout
-from armillary.core.parts import Side, compat
+from armillary.core.internal import Side, compat
 
 
 class Method(AttentionMethod):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from armillary.attention.tiling.latents import TokenSizes
 from armillary.core import SequenceLayout
-from armillary.core.parts import integer
+from armillary.core.internal import integer
 
 
 class HeadShards(NamedTuple):

@@ -37,7 +37,7 @@ from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.latents import Expansion, GatheredBlock, block_of, value_dim
 from armillary.core import Axis, TokenRanges, accumulation_dtype
-from armillary.core.parts import Side, check_choice
+from armillary.core.internal import Side, check_choice
 
 Backward = Literal["auto", "keys", "queries"]
 MAX_IMBALANCE = 1.10

@@ -30,7 +30,7 @@ from armillary.attention.tiling.accumulators import Merge, Sum
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.latents import Expansion
 from armillary.core import Axis, TokenRanges
-from armillary.core.parts import Side
+from armillary.core.internal import Side
 
 
 class TokenRing(Method):

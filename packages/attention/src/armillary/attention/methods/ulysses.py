@@ -22,7 +22,7 @@ from armillary.attention.methods.head_shards import HeadShards, KeyTransfers, ch
 from armillary.attention.methods.local import Local
 from armillary.attention.tiling.latents import Expansion, TokenSizes, value_dim
 from armillary.core import Axis, SequenceLayout, accumulation_dtype, start_head_to_seq, start_seq_to_head
-from armillary.core.parts import Side
+from armillary.core.internal import Side
 
 PendingTensor = Callable[[], Tensor]
 """Waits for a tensor in flight and returns it."""

@@ -32,7 +32,7 @@ from armillary.attention.methods.stage_keys import HeadLatents, Latents, NodeLat
 from armillary.attention.methods.ulysses import HeadMethod, PendingTensor
 from armillary.attention.tiling.latents import Expansion
 from armillary.core import Axis, accumulation_dtype, start_head_to_seq, start_seq_to_head
-from armillary.core.parts import PackedHeads, check_bool, start_head_to_parts, start_packed_to_head
+from armillary.core.internal import PackedHeads, check_bool, start_head_to_parts, start_packed_to_head
 
 QueryTensor = Callable[[Heads], Tensor]
 """Returns [B, T, len(heads), D] of this rank's tokens: q, out or dout of some query heads."""

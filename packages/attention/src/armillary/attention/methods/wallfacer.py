@@ -49,7 +49,7 @@ from armillary.core import (
     start_merge_scatter,
     start_reduce_scatter,
 )
-from armillary.core.parts import check_bool, check_choice, integer
+from armillary.core.internal import check_bool, check_choice, integer
 
 Placement = Literal["collect_intra", "p2p_intra"]
 Tensors = Sequence[Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from armillary.attention.rotation.rotate import Rotation
 from armillary.core import Exchange, FlatBuffer, ReceiveBuffers, TokenRanges, accumulation_dtype, start_exchange
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 
 Partials = Sequence[Tensor]
 """One rank's partial results for some tokens of one shard, [B, t, ...] each."""

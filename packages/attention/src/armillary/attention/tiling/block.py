@@ -24,7 +24,7 @@ from armillary.attention.tiling.accumulators import WHOLE_DIM, Merge, PackedToke
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.tiles import repeat_indices
 from armillary.core import TokenRanges, Trace, span
-from armillary.core.parts import NO_SPAN, compat
+from armillary.core.internal import NO_SPAN, compat
 
 
 class RingBlock(Protocol):

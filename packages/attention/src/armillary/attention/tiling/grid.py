@@ -21,7 +21,7 @@ from armillary.attention.tiling.tiles import (
     unite_ranges,
 )
 from armillary.core import SequenceLayout, TokenRanges
-from armillary.core.parts import Spans, widen
+from armillary.core.internal import Spans, widen
 
 Result = TypeVar("Result")
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from armillary.attention.kernels.kernel import Tile
 from armillary.core import SequenceLayout
-from armillary.core.parts import FAR, Integers, Slices, Spans, widen
+from armillary.core.internal import FAR, Integers, Slices, Spans, widen
 
 TileArray = NDArray[np.int64]
 """[n, 7]: key shard, q0, q1, k0, k1, low, high of n tiles, as in `Tile`; -FAR and FAR stand for no bound."""

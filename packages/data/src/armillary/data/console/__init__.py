@@ -4,7 +4,7 @@
 
 from typing import TYPE_CHECKING
 
-from armillary.core.parts import imported_at_first_use
+from armillary.core.internal import imported_at_first_use
 from armillary.data.console.exit import (
     EXPLAINED,
     FAILED,

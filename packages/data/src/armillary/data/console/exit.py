@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from armillary.core.parts import read_file
+from armillary.core.internal import read_file
 from armillary.data.errors import DamagedInput
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from armillary.core.parts import write_whole
+from armillary.core.internal import write_whole
 from armillary.data.console.exit import print_lines
 from armillary.data.errors import optional
 

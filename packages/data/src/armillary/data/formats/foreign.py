@@ -11,7 +11,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.core.parts import file_size, is_file_name, read_json
+from armillary.core.internal import file_size, is_file_name, read_json
 from armillary.data.errors import optional
 from armillary.data.formats.store_folder import check_size, map_file
 from armillary.data.store import Index, Integers, TokenStore, Vocabulary

@@ -22,7 +22,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from armillary.core.parts import count, file_size, open_file, read_json, write_synced, write_whole
+from armillary.core.internal import count, file_size, open_file, read_json, write_synced, write_whole
 from armillary.data.errors import readable
 from armillary.data.store import Index, Integers, TokenStore, Vocabulary
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, Self, TypeVar
 from torch import Tensor
 
 from armillary.core import LabelTriples, SequenceLayout
-from armillary.core.parts import count
+from armillary.core.internal import count
 from armillary.data.store import IGNORE
 
 T = TypeVar("T")

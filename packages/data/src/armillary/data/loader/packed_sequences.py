@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from armillary.core import SequenceLayout
-from armillary.core.parts import Spans
+from armillary.core.internal import Spans
 from armillary.data.loader.batches import Batch, Batches, Documents
 from armillary.data.packing import DocumentPiece, Packed, Packing, greedy, permutation
 from armillary.data.store import IGNORE, Index, TokenStore

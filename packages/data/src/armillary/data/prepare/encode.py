@@ -20,7 +20,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from armillary.core.parts import read_file
+from armillary.core.internal import read_file
 from armillary.data.formats.store_folder import TOKENIZER, TOKENIZER_CONFIG, Part
 from armillary.data.prepare.sources import InputChunk, Invalid, documents
 from armillary.data.store import stable_hash, token_dtype

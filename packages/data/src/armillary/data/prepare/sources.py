@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
 
-from armillary.core.parts import file_size, open_file, parse_object, read_file
+from armillary.core.internal import file_size, open_file, parse_object, read_file
 from armillary.data.errors import optional, readable
 from armillary.data.formats.foreign import is_single_dataset, load_dataset
 from armillary.data.text.corpus import Document, binary, is_visible, walk

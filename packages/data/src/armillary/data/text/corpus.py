@@ -10,7 +10,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NoReturn
 
-from armillary.core.parts import read_file
+from armillary.core.internal import read_file
 from armillary.data.errors import readable
 
 

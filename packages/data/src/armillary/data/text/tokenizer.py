@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from armillary.core.parts import parse_object, read_file, read_json
+from armillary.core.internal import parse_object, read_file, read_json
 from armillary.data.errors import optional, readable
 
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from armillary.attention import ContextParallel, Method
-from armillary.attention.parts import unbound
-from armillary.core.parts import check_tensor, compat
+from armillary.attention.internal import unbound
+from armillary.core.internal import check_tensor, compat
 from armillary.integrations.diffusers.streams import (
     KEEPS_STREAMS,
     ForwardState,

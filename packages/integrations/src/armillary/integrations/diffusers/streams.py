@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import Routing, SequenceContext, method_axes
+from armillary.attention.internal import Routing, SequenceContext, method_axes
 from armillary.core import SequenceLayout, all_gather
-from armillary.core.parts import cut
+from armillary.core.internal import cut
 
 
 class Split(NamedTuple):

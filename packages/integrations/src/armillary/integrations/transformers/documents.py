@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import (
+from armillary.attention.internal import (
     Documents,
     TensorCache,
     check_tokens,
@@ -26,7 +26,7 @@ from armillary.attention.parts import (
     gather_tokens,
 )
 from armillary.core import SequenceLayout
-from armillary.integrations.transformers.masks import Rule, ShardMask
+from armillary.integrations.transformers.mask_functions import Rule, ShardMask
 from armillary.integrations.transformers.positions import gives_positions
 
 POSITIONS_HINT = (

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 
 # Name of the layers' method that expands latents.
 EXPAND = "expand_kv"

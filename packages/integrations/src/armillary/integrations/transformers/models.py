@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from armillary.attention import Method
-from armillary.attention.parts import Registries, method_of_implementation
+from armillary.attention.internal import Registries, method_of_implementation
 from armillary.integrations.transformers.own_attention import can_be_routed, is_routed, route_own_attention
 from armillary.integrations.transformers.states import STATE_LAYERS, has_sharded_states, mixes_unknown, shards_states
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from armillary.attention import Method
-from armillary.attention.parts import current_sequence, gather_integers, method_axes, over_all_ranks, sum_over_axes
+from armillary.attention.internal import current_sequence, gather_integers, method_axes, over_all_ranks, sum_over_axes
 from armillary.core import SequenceLayout
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.integrations.transformers.models import is_model, method_of, parts_of, shards_of
 
 # Losses.

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from armillary.core.parts import compat
-from armillary.integrations.transformers.masks import ShardMask
+from armillary.core.internal import compat
+from armillary.integrations.transformers.mask_functions import ShardMask
 
 PRODUCTS = frozenset({"matmul", "__matmul__", "bmm"})
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from armillary.attention.parts import current_sequence, find_axes, gather_integers, in_backward
-from armillary.core.parts import compat
+from armillary.attention.internal import current_sequence, find_axes, gather_integers, in_backward
+from armillary.core.internal import compat
 from armillary.integrations.transformers.models import (
     POSITION_MODULES,
     innermost_model,

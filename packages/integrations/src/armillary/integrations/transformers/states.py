@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from armillary.attention import AttentionMask
-from armillary.attention.parts import current_sequence
+from armillary.attention.internal import current_sequence
 from armillary.core import Axis, SequenceLayout, short_convolution
 from armillary.states import gated_delta_rule, ssd
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from armillary.attention import AttentionSpec, Method, Projected, UPipe
-from armillary.attention.parts import GradientSums, RNGReplay, capture_autocast, sent_projections
+from armillary.attention.internal import GradientSums, RNGReplay, capture_autocast, sent_projections
 from armillary.core import label
-from armillary.core.parts import compat, phase
+from armillary.core.internal import compat, phase
 from armillary.models.activation_checkpoint.gradient_buffer import writable
 from armillary.models.activation_checkpoint.offload import OffloadedTensors, finish_latest_copy
 from armillary.models.block import Block, Context, attend

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 
 
 def writable(grad_outputs: tuple[Tensor, ...]) -> Tensor:

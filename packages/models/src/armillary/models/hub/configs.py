@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from armillary.core.parts import check_bool, check_choice, integer, number, read_json
+from armillary.core.internal import check_bool, check_choice, integer, number, read_json
 from armillary.models.config import GPTConfig, LatentSizes, LlamaConfig, Mixer, StateConfig
 from armillary.models.layers.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from armillary.core.parts import is_file_name, read_json
+from armillary.core.internal import is_file_name, read_json
 from armillary.models.config import GPTConfig, LlamaConfig, Mixer, one_block
 from armillary.models.hub.configs import CONFIG
 from armillary.models.hub.safetensors import FLOATS, TensorEntry, open_tensors

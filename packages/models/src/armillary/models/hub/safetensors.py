@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from armillary.core.parts import file_size
+from armillary.core.internal import file_size
 from armillary.models.parameter_shards import Box
 
 # Data types by their names in files. No others are read or written.

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from armillary.core.parts import read_file, read_json, write_synced, writing
+from armillary.core.internal import read_file, read_json, write_synced, writing
 from armillary.models.config import GPTConfig, LlamaConfig
 from armillary.models.hub.configs import CONFIG, GENERATION, describe
 from armillary.models.hub.read import INDEX, WEIGHTS, FileSlice, file_slices

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.parts import GradientSums, ProjectionParts, head_slices, select_heads, update_heads
-from armillary.core.parts import compat, register_as_tensor
+from armillary.attention.internal import GradientSums, ProjectionParts, head_slices, select_heads, update_heads
+from armillary.core.internal import compat, register_as_tensor
 from armillary.models.layers.rope import RotaryEmbedding
 
 

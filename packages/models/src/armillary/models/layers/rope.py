@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from armillary.core.parts import check_bool, number
+from armillary.core.internal import check_bool, number
 
 
 @dataclass(frozen=True)

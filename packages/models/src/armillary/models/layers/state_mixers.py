@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import over_all_ranks, sequence_axis
+from armillary.attention.internal import over_all_ranks, sequence_axis
 from armillary.core import Axis, SequenceLayout, short_convolution
 from armillary.models.config import Mixer, StateConfig
 from armillary.states import gated_delta_rule, ssd

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from armillary.attention.parts import GradientSums, RNGReplay, capture_autocast
+from armillary.attention.internal import GradientSums, RNGReplay, capture_autocast
 from armillary.core import label
-from armillary.core.parts import at_tokens, chunks
+from armillary.core.internal import at_tokens, chunks
 
 # A function from tensors [B, T, ...] to [B, T, E] that computes each token independently. Backward calls it again.
 #

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis, Collective, LabelTriples, start_all_gather, start_reduce_scatter, start_scatter_parts
-from armillary.core.parts import check_local, dtensor
+from armillary.core.internal import check_local, dtensor
 from armillary.models.layers.interleaved import pad_to_multiple
 
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.core import Axis
-from armillary.core.parts import check_local, compat, phase
+from armillary.core.internal import check_local, compat, phase
 from armillary.models.loss.labels import ChunkLabels, VocabularyShard
 from armillary.models.loss.token_loss import ChunkedHead, Gradients, pad_empty_shard
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.parts import autocast_enabled
+from armillary.attention.internal import autocast_enabled
 from armillary.core import Axis, LabelTriples, accumulation_dtype
-from armillary.core.parts import check_local, compat
-from armillary.core.parts import chunks as token_chunks
+from armillary.core.internal import check_local, compat
+from armillary.core.internal import chunks as token_chunks
 from armillary.models.layers.projections import add_product
 from armillary.models.loss.labels import ChunkLabels, TokenLabels, VocabularyShard
 

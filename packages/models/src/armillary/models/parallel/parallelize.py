@@ -12,10 +12,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
-from armillary.attention.parts import sequence_axis
+from armillary.attention.internal import sequence_axis
 from armillary.attention.plans import check_rank_grid
 from armillary.core import Axis, accumulation_dtype, sum_gradients
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.models.activation_checkpoint.policy import Checkpointing
 from armillary.models.block import Block, run_plainly
 from armillary.models.gpt import GPT

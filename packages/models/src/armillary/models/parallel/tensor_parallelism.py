@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from armillary.core import Axis
-from armillary.core.parts import compat, dtensor
+from armillary.core.internal import compat, dtensor
 from armillary.models.block import Block, HeadFunction
 from armillary.models.config import LlamaConfig, Mixer
 from armillary.models.gpt import GPT

@@ -16,9 +16,9 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from armillary.attention.parts import MULTIPROCESSORS, PERSISTENT, Inputs, efficiency, kernel_candidates
+from armillary.attention.internal import MULTIPROCESSORS, PERSISTENT, Inputs, efficiency, kernel_candidates
 from armillary.attention.plans import Send
-from armillary.core.parts import parse_toml, read_file
+from armillary.core.internal import parse_toml, read_file
 from armillary.plan.cluster.network import (
     CHECKED,
     Bytes,

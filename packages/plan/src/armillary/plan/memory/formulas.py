@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from armillary.models.parts import loss_chunk_tokens
+from armillary.models.internal import loss_chunk_tokens
 from armillary.plan.memory.latent_sizes import step_sizes
 from armillary.plan.memory.simulate import Job
 from armillary.plan.memory.tensor_sizes import FLOAT32_BYTES, StepSizes

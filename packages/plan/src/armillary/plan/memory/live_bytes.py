@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from armillary.core.parts import current_label
+from armillary.core.internal import current_label
 from armillary.plan.memory import torch_private
 from armillary.plan.memory.torch_private import storage_key
 

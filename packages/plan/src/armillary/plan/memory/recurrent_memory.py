@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask
 from armillary.core import Axis, SequenceLayout, short_convolution
-from armillary.core.parts import simulating
+from armillary.core.internal import simulating
 from armillary.models import Mixer, StateConfig
-from armillary.models.parts import STATE_MIXERS, Recurrence
+from armillary.models.internal import STATE_MIXERS, Recurrence
 from armillary.plan.memory.live_bytes import LiveBytes
 from armillary.plan.memory.torch_private import fake_group
 from armillary.states import gathered_elements

@@ -8,7 +8,7 @@ from functools import cache
 
 from armillary.data.console import byte_quantity, gib
 from armillary.models import Checkpointing
-from armillary.models.parts import best_input_count
+from armillary.models.internal import best_input_count
 from armillary.plan.arguments import is_hybrid
 from armillary.plan.cluster import Cluster
 from armillary.plan.memory import AttentionChoice, Estimate, Job, StepMemory, estimate

@@ -19,17 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import BackwardTensors, Cudnn, Flash, FlashCall, Inputs, Kernel
+from armillary.attention.internal import BackwardTensors, Cudnn, Flash, FlashCall, Inputs, Kernel
 from armillary.attention.plans import MethodOptions, NamedMethod, Placement, named_method
 from armillary.core import SequenceLayout, clip_gradients, label
-from armillary.core.parts import simulating
+from armillary.core.internal import simulating
 from armillary.core.testing import fake_world
 from armillary.models import GPT, Checkpointing, GPTConfig, Llama, LlamaConfig, linear_token_loss, parallelize
+from armillary.models.internal import meta_model, simulated_stream
 from armillary.models.parallel import ZeroStage, begin_micro_batch
-from armillary.models.parts import meta_model, simulated_stream
 from armillary.plan.memory.live_bytes import CUDA_BLOCK, LiveBytes
 from armillary.train import OptimizerConfig
-from armillary.train.parts import build_optimizer
+from armillary.train.internal import build_optimizer
 
 # Called with (number of items done, number of all items).
 Progress = Callable[[int, int], None]

@@ -15,9 +15,9 @@ from typing import Any
 from torch import float32
 
 from armillary.attention.plans import HeadStages, NamedMethod, Sizes, UPipePlan
-from armillary.core.parts import chunks
+from armillary.core.internal import chunks
 from armillary.models import Checkpointing, GPTConfig, LatentSizes, LlamaConfig, Mixer, StateConfig
-from armillary.models.parts import Keep
+from armillary.models.internal import Keep
 from armillary.plan.memory.recurrent_memory import LinearBytes, StateMemory, gathered_bytes
 from armillary.plan.memory.simulate import Job
 

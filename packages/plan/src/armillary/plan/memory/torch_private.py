@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils import _python_dispatch as dispatch
 
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 
 C: Any = cast(Any, torch)._C
 ENGINE: Any = cast(Any, torch.autograd.graph)._engine_run_backward

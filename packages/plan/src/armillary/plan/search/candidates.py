@@ -14,7 +14,7 @@ import numpy as np
 from armillary.attention import AttentionMask
 from armillary.attention.plans import ALIASES, variants
 from armillary.data import best_fit, open_store
-from armillary.data.parts import packed_rows
+from armillary.data.internal import packed_rows
 from armillary.plan.memory import AttentionChoice
 from armillary.train import Config
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from armillary.core.parts import parse_toml
+from armillary.core.internal import parse_toml
 from armillary.models import GPTConfig
 from armillary.plan.arguments import Model, is_hybrid, pretrained_folder
 from armillary.plan.search.search import Choice, SearchResult

@@ -15,12 +15,12 @@ from typing import Literal
 import torch
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan
-from armillary.attention.parts import default_margin
+from armillary.attention.internal import default_margin
 from armillary.attention.plans import Step
 from armillary.core import SequenceLayout
-from armillary.core.parts import PHASES
+from armillary.core.internal import PHASES
 from armillary.models import LlamaConfig, Mixer, StateConfig
-from armillary.models.parts import Policy
+from armillary.models.internal import Policy
 from armillary.plan.cluster import Cluster
 from armillary.plan.memory import Job
 from armillary.plan.memory.latent_sizes import call_shape

@@ -9,6 +9,6 @@ export.py       Hugging Face folders
 
 from armillary.train.checkpoint.checkpoints import Checkpoints
 from armillary.train.checkpoint.dcp_planners import LoadPlanner, SavePlanner
-from armillary.train.checkpoint.folder import check_output
+from armillary.train.checkpoint.output_folder import check_output
 
 __all__ = ["Checkpoints", "LoadPlanner", "SavePlanner", "check_output"]

@@ -24,12 +24,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 
-from armillary.core.parts import compat, file_size
+from armillary.core.internal import compat, file_size
 from armillary.data.console import one_line
 from armillary.models import GPTConfig, LlamaConfig
-from armillary.models.parts import describe, meta_model, parameter_shapes, parse
+from armillary.models.internal import describe, meta_model, parameter_shapes, parse
 from armillary.train.axes import choose_axes
-from armillary.train.checkpoint.files import (
+from armillary.train.checkpoint.output_folder import CheckpointFolder, checkpoint_folder, remove, write_config
+from armillary.train.checkpoint.tensors_and_manifest import (
     MANIFEST,
     Damaged,
     Manifest,
@@ -39,7 +40,6 @@ from armillary.train.checkpoint.files import (
     is_copy,
     save_tensors,
 )
-from armillary.train.checkpoint.folder import CheckpointFolder, checkpoint_folder, remove, write_config
 from armillary.train.config.overlay import align_columns, flag, flag_text, flat
 from armillary.train.lock import OutputLock
 from armillary.train.random_state import random_state, seed_all, set_random_state

@@ -14,9 +14,9 @@ import tyro
 
 from armillary.data import is_store
 from armillary.data.console import exit_on_error, parse, print_lines
-from armillary.models.parts import CONFIG, hub
+from armillary.models.internal import CONFIG, hub
 from armillary.train.checkpoint.checkpoints import SavedCheckpoint
-from armillary.train.checkpoint.files import Damaged, Manifest, SavedTensors, file_fault
+from armillary.train.checkpoint.tensors_and_manifest import Damaged, Manifest, SavedTensors, file_fault
 from armillary.train.run_tokenizer import TokenSource, export_source
 
 PROGRAM = "armillary-export"

@@ -11,7 +11,7 @@ from typing import Any
 
 from docstring_parser import parse_from_object
 
-from armillary.core.parts import parse_toml
+from armillary.core.internal import parse_toml
 from armillary.train.config.overlay import flag, overlay_settings
 from armillary.train.config.sections import Config
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from armillary.core.parts import parse_object, parse_toml, read_file
+from armillary.core.internal import parse_object, parse_toml, read_file
 from armillary.data.console import SUCH_AS, one_line, whole_number
 from armillary.train.config.sections import Config
 

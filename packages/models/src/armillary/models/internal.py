@@ -4,7 +4,7 @@
 
 from typing import TYPE_CHECKING
 
-from armillary.core.parts import imported_at_first_use
+from armillary.core.internal import imported_at_first_use
 from armillary.models import hub
 from armillary.models.activation_checkpoint.checkpointed_block import Keep
 from armillary.models.activation_checkpoint.offload import simulated_stream

@@ -4,7 +4,7 @@
 
 from typing import TYPE_CHECKING
 
-from armillary.core.parts import imported_at_first_use
+from armillary.core.internal import imported_at_first_use
 from armillary.train.axes import choose_axes
 from armillary.train.device import kernel_with_sm_margin, sm_margin
 from armillary.train.optimizer import build_optimizer

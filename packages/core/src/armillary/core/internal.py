@@ -1,6 +1,6 @@
 # pyright: reportUnusedImport=false
 # ruff: noqa: F401
-"""Parts of core that the packages above are built from."""
+"""What our own packages take of core beyond its face. It changes without notice."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from armillary.attention import AttentionMask, Slice
-from armillary.attention.parts import Documents, SequenceContext
+from armillary.attention.internal import Documents, SequenceContext
 from armillary.core import SequenceLayout
-from armillary.core.parts import Window
+from armillary.core.internal import Window
 
 FAR = 2**62
 # (low, high): a query at i sees a key at j if low <= j - i <= high. -FAR and FAR are unbounded.

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch import Tensor, nn
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.parts import (
+from armillary.attention.internal import (
     SequenceContext,
     ShardedImplementation,
     TensorCache,
@@ -26,7 +26,7 @@ from armillary.attention.parts import (
     sequence_axis,
 )
 from armillary.core import SequenceLayout
-from armillary.core.parts import compat
+from armillary.core.internal import compat
 from armillary.integrations.transformers.documents import (
     RowReader,
     boundaries_of,
@@ -36,7 +36,7 @@ from armillary.integrations.transformers.documents import (
     position_ids_of,
 )
 from armillary.integrations.transformers.latents import expansion_of
-from armillary.integrations.transformers.masks import ShardMask, rule_of
+from armillary.integrations.transformers.mask_functions import ShardMask, rule_of
 from armillary.integrations.transformers.models import check_layers, check_modules, method_of, padding_idx_of
 from armillary.integrations.transformers.outputs import ROUTER_LOSS_ERROR
 from armillary.integrations.transformers.positions import scale_by_position

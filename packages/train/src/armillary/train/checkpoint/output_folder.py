@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from armillary.core.parts import write_whole
+from armillary.core.internal import write_whole
 from armillary.train.config.sections import Config
 
 COMPLETE = re.compile(r"step-(\d+)")

@@ -23,11 +23,11 @@ from pydantic import Field, TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
-from armillary.core.parts import MAX_COUNT, file_size, is_file_name, open_file, parse_object, read_file, write_synced
+from armillary.core.internal import MAX_COUNT, file_size, is_file_name, open_file, parse_object, read_file, write_synced
 from armillary.data.console import one_line
+from armillary.models.internal import DTYPES, SUFFIX, TensorEntry, open_tensors, split, tensor_bytes
 from armillary.models.parallel import local_part
-from armillary.models.parts import DTYPES, SUFFIX, TensorEntry, open_tensors, split, tensor_bytes
-from armillary.train.checkpoint.folder import CheckpointFolder
+from armillary.train.checkpoint.output_folder import CheckpointFolder
 from armillary.train.config.overlay import flat
 from armillary.train.ranks import Ranks
 

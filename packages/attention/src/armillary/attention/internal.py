@@ -1,6 +1,6 @@
 # pyright: reportUnusedImport=false
 # ruff: noqa: F401
-"""Parts of attention that the packages above are built from."""
+"""What our own packages take of attention beyond its face. It changes without notice."""
 
 from armillary.attention.call.calls import sent_projections
 from armillary.attention.call.qkv_sources import ProjectionParts, head_slices, select_heads, update_heads

@@ -1,6 +1,6 @@
 """Hugging Face transformers: an attention implementation that unmodified models select by name.
 
-`register_transformers` puts our mask function and our attention function (`mask_and_attention.py`) into the registries
+`register_transformers` puts our mask function and our attention function (`attn_implementation.py`) into the registries
 of transformers, and adds checks and hooks to each model that selects them. `prepare_transformers` does so for one model
 under a name of its own.
 """
@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from armillary.attention import ContextParallel, Method
-from armillary.attention.parts import check_method, method_of_implementation
+from armillary.attention.internal import check_method, method_of_implementation
+from armillary.integrations.transformers.attn_implementation import Implementation, StateHook
 from armillary.integrations.transformers.latents import send_latents
-from armillary.integrations.transformers.mask_and_attention import Implementation, StateHook
 from armillary.integrations.transformers.models import (
     check_layers_attend,
     check_model,
