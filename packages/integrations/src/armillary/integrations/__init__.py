@@ -6,7 +6,7 @@ from armillary.integrations.accelerate import share_rows
 from armillary.integrations.trainer import ContextParallelTrainer
 from armillary.integrations.transformers.models import selects_keys
 from armillary.integrations.transformers.prepare import register_transformers
-from armillary.integrations.transformers.states import shards_states
+from armillary.integrations.transformers.recurrent_layers import shards_states
 from armillary.integrations.trl import (
     ContextParallelDPOTrainer,
     ContextParallelGRPOTrainer,

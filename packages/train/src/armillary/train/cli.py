@@ -16,7 +16,7 @@ import tyro
 from armillary.data.console import FAILED, exit_on_error, parse, parse_known, refuse_removed
 from armillary.train import recipes
 from armillary.train.config.check import GPT_FIELDS, PRETRAINED_FIELDS
-from armillary.train.config.export import config_toml
+from armillary.train.config.commented_toml import config_toml
 from armillary.train.config.overlay import differences, flag, overlay_settings, read_settings
 from armillary.train.config.sections import Config, ModelConfig
 

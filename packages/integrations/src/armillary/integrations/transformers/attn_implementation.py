@@ -40,7 +40,7 @@ from armillary.integrations.transformers.mask_functions import ShardMask, rule_o
 from armillary.integrations.transformers.models import check_layers, check_modules, method_of, padding_idx_of
 from armillary.integrations.transformers.outputs import ROUTER_LOSS_ERROR
 from armillary.integrations.transformers.positions import scale_by_position
-from armillary.integrations.transformers.states import OPTION, StateSequence, has_sharded_states
+from armillary.integrations.transformers.recurrent_layers import OPTION, StateSequence, has_sharded_states
 
 # Options of layers that do not change attention. Only layers with a state use `seq_idx`.
 HARMLESS = frozenset(

@@ -1,7 +1,7 @@
 """Models of Hugging Face transformers: by which method a config attends, and which models cannot run on shards.
 
 Tokens of a model must see each other by transformers' attention interface alone, which calls the registered method, or
-by states that `states.py` shards. `check_model` checks the class and the config when the model selects our
+by states that `recurrent_layers.py` shards. `check_model` checks the class and the config when the model selects our
 implementation, `check_layers_attend` the whole model in `ContextParallel.prepare`, and `check_modules` its modules at
 the first call. Modules are recognized by their class and by the code of their forwards.
 """
@@ -21,7 +21,12 @@ from torch import nn
 from armillary.attention import Method
 from armillary.attention.internal import Registries, method_of_implementation
 from armillary.integrations.transformers.own_attention import can_be_routed, is_routed, route_own_attention
-from armillary.integrations.transformers.states import STATE_LAYERS, has_sharded_states, mixes_unknown, shards_states
+from armillary.integrations.transformers.recurrent_layers import (
+    STATE_LAYERS,
+    has_sharded_states,
+    mixes_unknown,
+    shards_states,
+)
 
 # The methods of a config.
 

@@ -44,7 +44,7 @@ from armillary.integrations.transformers.positions import (
     give_positions,
     repeats_positions,
 )
-from armillary.integrations.transformers.states import has_sharded_states, route_states
+from armillary.integrations.transformers.recurrent_layers import has_sharded_states, route_states
 
 # Attribute of the wrapper, so that a second registration does not wrap it again.
 MARK = "armillary_checks_sharding"

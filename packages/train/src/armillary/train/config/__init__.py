@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from armillary.core.internal import imported_at_first_use
 from armillary.train.config.check import GPT_FIELDS, SIZES, check_config, model_config
-from armillary.train.config.export import toml_value
+from armillary.train.config.commented_toml import toml_value
 from armillary.train.config.overlay import by_flag, check_limits, flag, flat, overlay_settings
 from armillary.train.config.sections import Count, CountOrNone, Several
 
