@@ -20,8 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.internal import AttentionOptions, check_call
-from armillary.attention.plans import named_method
+from armillary.attention.internal import AttentionOptions, check_call, named_method
 from armillary.core import CommLedger
 from armillary.core.internal import phase
 from armillary.core.testing import fake_world

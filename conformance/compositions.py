@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionShape, CommPlan, Method, Ring, WallFacer, build_attention, build_comm_plan
-from armillary.attention.comm_plans.rings import RingPlan, WallFacerPlan
+from armillary.attention.internal import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, Placement, names
 from armillary.attention.methods.ring import Backward
-from armillary.attention.plans import ALIASES, HEAD_METHODS, SEQUENCE_METHODS, Placement, names
+from armillary.attention.plans import RingPlan, WallFacerPlan
 from armillary.core.internal import compat, dtensor
 from armillary.core.mesh import ALL_AXES
 from armillary.core.testing import mesh

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, Method
-from armillary.attention.plans import Placement
+from armillary.attention.internal import Placement
 from armillary.core import SequenceLayout
 from armillary.plan import Cluster
 from armillary.plan.memory import AttentionChoice

@@ -9,9 +9,7 @@ import torch
 from sent_bytes import CallSizes, sent_bytes
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.comm_plans.heads import UlyssesPlan
-from armillary.attention.comm_plans.rings import RingPlan
-from armillary.attention.plans import Step
+from armillary.attention.plans import RingPlan, Step, UlyssesPlan
 from armillary.core import SequenceLayout
 from armillary.models.parallel import ZeroStage
 from armillary.plan import Cluster

@@ -11,7 +11,8 @@ import torch
 from sent_bytes import CallSizes, sent_bytes
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.plans import Placement, Sizes
+from armillary.attention.internal import Placement
+from armillary.attention.plans import Sizes
 from armillary.core import SequenceLayout
 from armillary.models import Checkpointing
 from armillary.plan import Cluster

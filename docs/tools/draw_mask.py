@@ -31,8 +31,8 @@ from mask_cells import Shares, shares_of
 from mask_picture import draw_mask
 
 from armillary.attention import AttentionMask, Slice
+from armillary.attention.internal import MethodOptions
 from armillary.attention.mask import Blocks, SliceList, Tree, layout_of
-from armillary.attention.plans import MethodOptions
 from armillary.core import SequenceLayout
 from armillary.core.internal import writing
 from armillary.data.console import Column, exit_on_error, print_table, whole_number

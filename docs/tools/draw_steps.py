@@ -23,8 +23,8 @@ from step_frames import join_frames, timeline
 from step_page import MethodSteps, comparison, html_page, svg_file
 
 from armillary.attention import AttentionMask, AttentionShape
+from armillary.attention.internal import MethodOptions, NamedMethod, Placement, named_method
 from armillary.attention.methods.ring import Backward
-from armillary.attention.plans import MethodOptions, NamedMethod, Placement, named_method
 from armillary.core.internal import writing
 from armillary.data.console import exit_on_error, parse
 from armillary.plan.arguments import amount

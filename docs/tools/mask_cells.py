@@ -15,8 +15,8 @@ import torch
 from palette import rank_colors, text_color
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.comm_plans.comm_plan import JoinedShards
-from armillary.attention.plans import MethodOptions, named_method
+from armillary.attention.internal import MethodOptions, named_method
+from armillary.attention.plans import JoinedShards
 from armillary.attention.registry import DEFAULT_OPTIONS
 from armillary.attention.tiling.tiles import SpanTable, pair_counts, tile_array
 from armillary.core import SequenceLayout

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from armillary.attention import CommPlan
-from armillary.attention.comm_plans.comm_plan import Kind, Role
-from armillary.attention.plans import Move, Step
+from armillary.attention.plans import Kind, Move, Role, Step
 
 
 class RankBlock(NamedTuple):

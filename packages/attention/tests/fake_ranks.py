@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from armillary.attention import CommPlan
-from armillary.attention.comm_plans.comm_plan import Kind, Role
+from armillary.attention.plans import Kind, Role
 from armillary.core import CommLedger
 from armillary.core.testing import mesh
 from conformance.compositions import built_method, group_of, submesh

@@ -15,8 +15,7 @@ from fake_ranks import differences, on_fake_ranks
 from split_states import Split
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, Ring, UPipe, WallFacer
-from armillary.attention.comm_plans.rings import RingPlan, WallFacerPlan
-from armillary.attention.plans import UPipePlan
+from armillary.attention.plans import RingPlan, UPipePlan, WallFacerPlan
 from armillary.attention.rotation.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 from armillary.core import CommLedger, SequenceLayout

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, build_comm_plan
-from armillary.attention.comm_plans.comm_plan import Block, Kind
-from armillary.attention.comm_plans.rings import RingPlan, WallFacerPlan
+from armillary.attention.internal import names
 from armillary.attention.methods.head_shards import split_heads
 from armillary.attention.methods.ring import Backward
 from armillary.attention.methods.wallfacer import Teams
-from armillary.attention.plans import Send, Step, UPipePlan, names
+from armillary.attention.plans import Block, Kind, RingPlan, Send, Step, UPipePlan, WallFacerPlan
 from armillary.core import SequenceLayout
 
 B, T, H, D, P = 2, 8, 8, 16, 4  # T tokens on each of P ranks

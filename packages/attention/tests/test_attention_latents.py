@@ -27,8 +27,8 @@ from armillary.attention import (
 )
 from armillary.attention.call.calls import AttentionCall
 from armillary.attention.call.spec import AttentionSpec
+from armillary.attention.internal import MethodOptions, named_method, names
 from armillary.attention.kernels import CpuFlash, Scores
-from armillary.attention.plans import MethodOptions, named_method, names
 from armillary.attention.tiling.latents import TokenSizes
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh

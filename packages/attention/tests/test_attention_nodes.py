@@ -22,7 +22,7 @@ from armillary.attention import (
     build_attention,
     build_comm_plan,
 )
-from armillary.attention.plans import named_method
+from armillary.attention.internal import named_method
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh
 from conformance import cases

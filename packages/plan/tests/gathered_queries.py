@@ -13,9 +13,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention import AttentionShape, AttentionSpec, CommPlan, Method, Saved
-from armillary.attention.comm_plans.comm_plan import all_gather, reduce_scatter, steps
-from armillary.attention.comm_plans.method_plan import SequencePlan, kernel_backward, kernel_forward
-from armillary.attention.plans import Sizes, Step
+from armillary.attention.plans import (
+    SequencePlan,
+    Sizes,
+    Step,
+    all_gather,
+    kernel_backward,
+    kernel_forward,
+    reduce_scatter,
+    steps,
+)
 from armillary.attention.tiling.accumulators import Merge, Sum
 from armillary.attention.tiling.block import BlockAttention
 from armillary.core import Axis, start_all_gather, start_merge_scatter, start_reduce_scatter

@@ -19,8 +19,8 @@ from gathered_queries import GatheredQueries, GatheredQueriesPlan
 from test_plan_estimate import EQUAL, GROUPED, check_formulas, measured, sizes
 
 from armillary.attention import AttentionMask, AttentionShape, build_comm_plan
-from armillary.attention.comm_plans.method_plan import SequencePlan
-from armillary.attention.plans import SEQUENCE_METHODS, named_method, names
+from armillary.attention.internal import SEQUENCE_METHODS, named_method, names
+from armillary.attention.plans import SequencePlan
 from armillary.attention.registry import SequenceEntry
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, refusal

@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.comm_plans.comm_plan import Kind
-from armillary.attention.comm_plans.heads import UlyssesPlan
-from armillary.attention.comm_plans.rings import RingPlan
-from armillary.attention.plans import Move, Send, Step
+from armillary.attention.plans import Kind, Move, RingPlan, Send, Step, UlyssesPlan
 from armillary.core import SequenceLayout
 from armillary.data.prepare import Preparation
 from armillary.data.prepare import prepare as prepare_store

@@ -4,7 +4,6 @@ from importlib.metadata import version
 
 from armillary.attention.call.qkv_sources import Projected, Projections, TokenProjections
 from armillary.attention.call.spec import AttentionSpec, Saved
-from armillary.attention.comm_plans.comm_plan import AttentionShape, CommPlan
 from armillary.attention.context_parallel import ContextParallel, sdpa_parallel, sequence
 from armillary.attention.mask import AttentionMask, Slice
 from armillary.attention.methods.all_gather import AllGatherKV
@@ -15,6 +14,7 @@ from armillary.attention.methods.token_ring import TokenRing
 from armillary.attention.methods.ulysses import Ulysses
 from armillary.attention.methods.upipe import UPipe
 from armillary.attention.methods.wallfacer import WallFacer
+from armillary.attention.plans.comm_plan import AttentionShape, CommPlan
 from armillary.attention.reference import reference_attention
 from armillary.attention.registry import build_attention, build_comm_plan
 

@@ -53,4 +53,17 @@ from armillary.attention.kernels import (
     kernel_candidates,
 )
 from armillary.attention.mask import Documents
+from armillary.attention.methods.base import check_rank_grid
+from armillary.attention.methods.wallfacer import Placement
 from armillary.attention.post_training import segment_sum
+from armillary.attention.registry import (
+    ALIASES,
+    HEAD_METHODS,
+    SEQUENCE_METHODS,
+    MethodOptions,
+    NamedMethod,
+    methods_without_plan,
+    named_method,
+    names,
+    variants,
+)

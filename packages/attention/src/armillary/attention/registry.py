@@ -14,11 +14,6 @@ from typing import Any, NamedTuple, get_args
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from armillary.attention.comm_plans.comm_plan import AttentionShape, CommPlan, Role
-from armillary.attention.comm_plans.heads import UlyssesPlan, UPipePlan, head_stages
-from armillary.attention.comm_plans.method_plan import HeadPlan, HeadStages, MethodPlan, SequencePlan
-from armillary.attention.comm_plans.node_ring_plans import DoubleRingPlan, TokenRingOverNodesPlan
-from armillary.attention.comm_plans.rings import AllGatherPlan, LocalPlan, RingPlan, TokenRingPlan, WallFacerPlan
 from armillary.attention.mask import AttentionMask
 from armillary.attention.methods.all_gather import AllGatherKV
 from armillary.attention.methods.base import Method
@@ -29,6 +24,11 @@ from armillary.attention.methods.token_ring import TokenRing
 from armillary.attention.methods.ulysses import Ulysses
 from armillary.attention.methods.upipe import UPipe
 from armillary.attention.methods.wallfacer import Placement, WallFacer, fitting_teams
+from armillary.attention.plans.comm_plan import AttentionShape, CommPlan, Role
+from armillary.attention.plans.head_plans import UlyssesPlan, UPipePlan, head_stages
+from armillary.attention.plans.method_plan import HeadPlan, HeadStages, MethodPlan, SequencePlan
+from armillary.attention.plans.node_ring_plans import DoubleRingPlan, TokenRingOverNodesPlan
+from armillary.attention.plans.ring_plans import AllGatherPlan, LocalPlan, RingPlan, TokenRingPlan, WallFacerPlan
 from armillary.attention.tiling.latents import TokenSizes
 from armillary.core import SequenceLayout
 

@@ -15,7 +15,7 @@ import torch
 from torch.cuda import nccl
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.plans import named_method
+from armillary.attention.internal import named_method
 
 OWN_PACKAGES = ("core", "attention", "states", "integrations", "check", "data", "models", "train", "plan")
 OTHER_PACKAGES = ("torch", "triton", "flash-attn", "transformers", "accelerate", "diffusers", "trl", "peft", "numpy")

@@ -12,8 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from armillary.attention import Method
-from armillary.attention.internal import sequence_axis
-from armillary.attention.plans import check_rank_grid
+from armillary.attention.internal import check_rank_grid, sequence_axis
 from armillary.core import Axis, accumulation_dtype, sum_gradients
 from armillary.core.internal import compat
 from armillary.models.activation_checkpoint.policy import Checkpointing

@@ -9,7 +9,7 @@ from functools import partial
 from math import gcd
 from typing import Any
 
-from armillary.attention.plans import named_method
+from armillary.attention.internal import named_method
 from armillary.data.console import Bar, Column, byte_quantity, gib, parse, print_lines, print_table, short
 from armillary.models import Checkpointing, GPTConfig
 from armillary.plan.arguments import (

@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 from armillary.attention import AttentionMask, AttentionShape
-from armillary.attention.plans import HeadStages, Sizes, UPipePlan, named_method
+from armillary.attention.internal import named_method
+from armillary.attention.plans import HeadStages, Sizes, UPipePlan
 from armillary.core import SequenceLayout
 from armillary.models import LatentSizes, LlamaConfig
 from armillary.plan.memory.simulate import Job

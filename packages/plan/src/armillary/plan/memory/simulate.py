@@ -19,8 +19,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from armillary.attention import AttentionMask, Method
-from armillary.attention.internal import BackwardTensors, Cudnn, Flash, FlashCall, Inputs, Kernel
-from armillary.attention.plans import MethodOptions, NamedMethod, Placement, named_method
+from armillary.attention.internal import (
+    BackwardTensors,
+    Cudnn,
+    Flash,
+    FlashCall,
+    Inputs,
+    Kernel,
+    MethodOptions,
+    NamedMethod,
+    Placement,
+    named_method,
+)
 from armillary.core import SequenceLayout, clip_gradients, label
 from armillary.core.internal import simulating
 from armillary.core.testing import fake_world

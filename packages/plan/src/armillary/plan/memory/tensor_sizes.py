@@ -14,7 +14,8 @@ from typing import Any
 
 from torch import float32
 
-from armillary.attention.plans import HeadStages, NamedMethod, Sizes, UPipePlan
+from armillary.attention.internal import NamedMethod
+from armillary.attention.plans import HeadStages, Sizes, UPipePlan
 from armillary.core.internal import chunks
 from armillary.models import Checkpointing, GPTConfig, LatentSizes, LlamaConfig, Mixer, StateConfig
 from armillary.models.internal import Keep

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from armillary.attention import AttentionMask
-from armillary.attention.plans import ALIASES, variants
+from armillary.attention.internal import ALIASES, variants
 from armillary.data import best_fit, open_store
 from armillary.data.internal import packed_rows
 from armillary.plan.memory import AttentionChoice

@@ -12,7 +12,7 @@ from math import floor, log10
 from pathlib import Path
 from typing import Any
 
-from armillary.attention.plans import methods_without_plan
+from armillary.attention.internal import methods_without_plan
 from armillary.data.console import (
     Bar,
     Column,

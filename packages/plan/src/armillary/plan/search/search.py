@@ -8,8 +8,7 @@ from itertools import product
 from math import gcd, inf
 from pathlib import Path
 
-from armillary.attention.internal import check_kernel_name
-from armillary.attention.plans import names
+from armillary.attention.internal import check_kernel_name, names
 from armillary.data.console import byte_quantity
 from armillary.models import Checkpointing, LlamaConfig
 from armillary.models.parallel import ZeroStage

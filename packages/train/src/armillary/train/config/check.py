@@ -9,8 +9,7 @@ from math import isfinite
 
 import torch
 
-from armillary.attention.internal import VERIFIERS, check_kernel_name
-from armillary.attention.plans import MethodOptions, NamedMethod, named_method
+from armillary.attention.internal import VERIFIERS, MethodOptions, NamedMethod, check_kernel_name, named_method
 from armillary.data.console import flag_in_errors
 from armillary.models import (
     GPTConfig,

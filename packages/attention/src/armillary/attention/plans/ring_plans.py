@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from armillary.attention.comm_plans.comm_plan import (
+from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.ring import Backward, cheaper_side, check_backward
+from armillary.attention.methods.wallfacer import Placement, Teams
+from armillary.attention.plans.comm_plan import (
     AttentionShape,
     CommPlan,
     Move,
@@ -21,7 +24,7 @@ from armillary.attention.comm_plans.comm_plan import (
     reduce_scatter,
     steps,
 )
-from armillary.attention.comm_plans.method_plan import (
+from armillary.attention.plans.method_plan import (
     SequencePlan,
     Sizes,
     kernel_backward,
@@ -30,9 +33,6 @@ from armillary.attention.comm_plans.method_plan import (
     rotate_keys_forward,
     rotate_queries_backward,
 )
-from armillary.attention.mask import AttentionMask
-from armillary.attention.methods.ring import Backward, cheaper_side, check_backward
-from armillary.attention.methods.wallfacer import Placement, Teams
 from armillary.attention.rotation.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from armillary.attention.comm_plans.comm_plan import (
+from armillary.attention.mask import AttentionMask
+from armillary.attention.methods.ring import Backward, check_backward
+from armillary.attention.plans.comm_plan import (
     AttentionShape,
     Block,
     CommPlan,
@@ -22,7 +24,7 @@ from armillary.attention.comm_plans.comm_plan import (
     side_by_side,
     steps,
 )
-from armillary.attention.comm_plans.method_plan import (
+from armillary.attention.plans.method_plan import (
     SequencePlan,
     Sizes,
     kernel_forward,
@@ -30,7 +32,7 @@ from armillary.attention.comm_plans.method_plan import (
     rotate_keys_forward,
     rotate_queries_backward,
 )
-from armillary.attention.comm_plans.rings import (
+from armillary.attention.plans.ring_plans import (
     RingPlan,
     TokenRingPlan,
     TokenSends,
@@ -40,8 +42,6 @@ from armillary.attention.comm_plans.rings import (
     rotates_queries,
     rotation_sends,
 )
-from armillary.attention.mask import AttentionMask
-from armillary.attention.methods.ring import Backward, check_backward
 from armillary.attention.rotation.node_rings import NodeRings, NodeStep
 from armillary.attention.rotation.topology import RotatingSide
 from armillary.attention.tiling.grid import PartialLayout

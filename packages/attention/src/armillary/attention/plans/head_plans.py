@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 
 from armillary.attention.call.spec import key_heads_of
-from armillary.attention.comm_plans.comm_plan import (
+from armillary.attention.methods.head_shards import check_heads, split_heads, stages_of
+from armillary.attention.plans.comm_plan import (
     AttentionShape,
     CommPlan,
     Move,
@@ -19,9 +20,8 @@ from armillary.attention.comm_plans.comm_plan import (
     side_by_side,
     steps,
 )
-from armillary.attention.comm_plans.method_plan import HeadPlan, HeadStages, InnerPlan, Sizes
-from armillary.attention.comm_plans.node_ring_plans import GatheredLatents
-from armillary.attention.methods.head_shards import check_heads, split_heads, stages_of
+from armillary.attention.plans.method_plan import HeadPlan, HeadStages, InnerPlan, Sizes
+from armillary.attention.plans.node_ring_plans import GatheredLatents
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from armillary.attention.comm_plans.comm_plan import AttentionShape, CommPlan
 from armillary.attention.mask import AttentionMask, layout_of
 from armillary.attention.methods.head_shards import split_heads
+from armillary.attention.plans.comm_plan import AttentionShape, CommPlan
 from armillary.core import SequenceLayout
 from armillary.core.internal import Side
 
