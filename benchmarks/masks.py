@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from armillary.attention import AttentionMask, Local, Slice
-from armillary.attention.rotation.topology import RingTopology
+from armillary.attention.rings.topology import RingTopology
 from armillary.attention.tiling.grid import grid_of
 from armillary.core import SequenceLayout
 from armillary.data.console.units import count_argument

@@ -19,8 +19,8 @@ from torch import Tensor
 from armillary.attention import AttentionMask, Ring
 from armillary.attention.internal import MULTIPROCESSORS, FlashAttn3, Kernel
 from armillary.attention.kernels.choice import SM_MARGIN
-from armillary.attention.rotation.rotate import Rotation
-from armillary.attention.rotation.topology import RingTopology
+from armillary.attention.rings.rotate import Rotation
+from armillary.attention.rings.topology import RingTopology
 from armillary.attention.tiling.grid import grid_of
 from armillary.core import Axis, Exchange
 from armillary.core.internal import compat
@@ -124,7 +124,7 @@ def nothing_sent() -> Generator[None]:
     def started(axis: Axis, send: dict, receive: dict) -> Exchange:
         return Exchange(axis, send, receive, ())
 
-    with patch("armillary.attention.rotation.rotate.start_exchange", started):
+    with patch("armillary.attention.rings.rotate.start_exchange", started):
         yield
 
 

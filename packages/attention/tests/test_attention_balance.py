@@ -13,7 +13,7 @@ from armillary.attention.internal import MethodOptions, named_method
 from armillary.attention.mask.attention_mask import layout_of
 from armillary.attention.methods.wallfacer import Teams
 from armillary.attention.plans import TokenRingPlan
-from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.attention.rings.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout, attention_balance, attention_traffic, build_mesh
 

@@ -16,7 +16,7 @@ from split_states import Split
 
 from armillary.attention import AttentionMask, AttentionShape, CommPlan, Ring, UPipe, WallFacer
 from armillary.attention.plans import RingPlan, UPipePlan, WallFacerPlan
-from armillary.attention.rotation.topology import RingTopology
+from armillary.attention.rings.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import Dispatched, mesh

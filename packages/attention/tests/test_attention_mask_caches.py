@@ -11,7 +11,7 @@ import torch
 from armillary.attention import AttentionMask, Local, Ring, build_attention
 from armillary.attention.call import spec
 from armillary.attention.mask.attention_mask import BYTES_PER_NUMBER, MAX_BYTES, MAX_ENTRIES, BoundedCache
-from armillary.attention.rotation.topology import Reach
+from armillary.attention.rings.topology import Reach
 from armillary.attention.tiling import block, grid
 from armillary.core.testing import mesh
 

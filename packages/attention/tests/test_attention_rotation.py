@@ -30,7 +30,7 @@ def test_rings_reuse_receive_buffers(monkeypatch, name, direct):
             buffers.extend(receive_buffers)
             return start_exchange(axis, send, receive)
 
-        monkeypatch.setattr(f"armillary.attention.rotation.{module}.start_exchange", start)
+        monkeypatch.setattr(f"armillary.attention.rings.{module}.start_exchange", start)
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     eight = build_mesh("cpu", ring=8)
     method = TokenRing(eight["ring"]) if direct else Ring(eight["ring"], "queries" if "queries" in name else "keys")

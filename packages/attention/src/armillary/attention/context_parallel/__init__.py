@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from armillary.attention.context_parallel.batch import ContextParallelBatch
-from armillary.attention.context_parallel.parallel import ContextParallel
+from armillary.attention.context_parallel.context_parallel import ContextParallel
 from armillary.attention.context_parallel.sdpa import sdpa_parallel
 from armillary.attention.context_parallel.sequence import sequence
 

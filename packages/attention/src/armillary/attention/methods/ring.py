@@ -10,7 +10,7 @@ At each step a rank computes with its current shard, and meanwhile sends the sha
 direction r to r + 1. If fewer tokens are sent in the direction r to r - 1, as with zigzag and a causal mask, the ring
 turns that way. With zigzag and a causal mask all blocks of a step cost the same, so all ranks finish it together.
 
-With an inner method the ring connects nodes (`rotation/node_rings.py`): device d of a node sends its keys to device d
+With an inner method the ring connects nodes (`rings/node_rings.py`): device d of a node sends its keys to device d
 of the next node. At each step the inner method computes attention over all keys that are in the node. With an inner
 Ring this is LoongTrain's double ring (arXiv 2406.18485); with an inner TokenRing, TokenRing across nodes (arXiv
 2412.20501, figure 5).
@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from armillary.attention.call.spec import AttentionMethod, AttentionSpec, Saved
 from armillary.attention.methods.base import Method, check_inner
 from armillary.attention.methods.token_ring import pass_queries_backward
-from armillary.attention.rotation.node_rings import NodeRings
-from armillary.attention.rotation.reduce import RingReduce
-from armillary.attention.rotation.rotate import RotatingShard, Rotation
-from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.attention.rings.node_rings import NodeRings
+from armillary.attention.rings.reduce import RingReduce
+from armillary.attention.rings.rotate import RotatingShard, Rotation
+from armillary.attention.rings.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.accumulators import Merge, Sum
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.grid import Grid

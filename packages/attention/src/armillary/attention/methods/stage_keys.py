@@ -14,7 +14,7 @@ from torch import Tensor
 
 from armillary.attention.call.spec import AttentionMethod, AttentionSpec, Saved
 from armillary.attention.methods.ring import GatheringRing
-from armillary.attention.rotation.reduce import RingReduce
+from armillary.attention.rings.reduce import RingReduce
 from armillary.attention.tiling.accumulators import Merge, Sum
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.latents import Expansion, value_dim

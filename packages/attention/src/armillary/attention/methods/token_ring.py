@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
-from armillary.attention.rotation.reduce import DirectReduce, Partials, Reduction
-from armillary.attention.rotation.rotate import RotatingShard, Rotation
-from armillary.attention.rotation.topology import RingTopology
+from armillary.attention.rings.reduce import DirectReduce, Partials, Reduction
+from armillary.attention.rings.rotate import RotatingShard, Rotation
+from armillary.attention.rings.topology import RingTopology
 from armillary.attention.tiling.accumulators import Merge, Sum
 from armillary.attention.tiling.block import RingBlock
 from armillary.attention.tiling.latents import Expansion

@@ -37,7 +37,7 @@ from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.attention_mask import layout_of
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.ring import Backward, Ring
-from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.attention.rings.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.latents import Expansion
 from armillary.core import (

@@ -42,8 +42,8 @@ from armillary.attention.plans.ring_plans import (
     rotates_queries,
     rotation_sends,
 )
-from armillary.attention.rotation.node_rings import NodeRings, NodeStep
-from armillary.attention.rotation.topology import RotatingSide
+from armillary.attention.rings.node_rings import NodeRings, NodeStep
+from armillary.attention.rings.topology import RotatingSide
 from armillary.attention.tiling.grid import PartialLayout
 
 

@@ -33,7 +33,7 @@ from armillary.attention.plans.method_plan import (
     rotate_keys_forward,
     rotate_queries_backward,
 )
-from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.attention.rings.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.grid import Grid
 from armillary.core import SequenceLayout
 from armillary.core.internal import Side

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from armillary.attention.rotation.topology import RingTopology
+from armillary.attention.rings.topology import RingTopology
 from armillary.attention.tiling.grid import Grid
 from armillary.core import Axis, FlatBuffer, ReceiveBuffers, TokenRanges, start_exchange
 

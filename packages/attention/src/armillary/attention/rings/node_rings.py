@@ -19,7 +19,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from armillary.attention.call.spec import AttentionMethod, AttentionSpec, Saved
-from armillary.attention.rotation.topology import RingTopology, RotatingSide
+from armillary.attention.rings.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.accumulators import EVERYTHING, Merge, Sum
 from armillary.attention.tiling.grid import Grid, PartialLayout, grid_of, spans_at
 from armillary.attention.tiling.latents import Expansion

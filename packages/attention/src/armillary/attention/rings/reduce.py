@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from armillary.attention.rotation.rotate import Rotation
+from armillary.attention.rings.rotate import Rotation
 from armillary.core import Exchange, FlatBuffer, ReceiveBuffers, TokenRanges, accumulation_dtype, start_exchange
 from armillary.core.internal import compat
 
