@@ -24,7 +24,7 @@ from datetime import date
 from pathlib import Path
 from xml.etree import ElementTree
 
-from release import Package, torch_requirement, with_those_below
+from release import Package, name_of, torch_requirement, with_those_below
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs/compatibility.md"
@@ -101,10 +101,6 @@ def write_requirements(
         tools += groups["hosts"]
     (folder / "pins.txt").write_text("\n".join(pins))
     (folder / "requirements.txt").write_text("\n".join(["-c pins.txt", requirement, *editable, *tools]))
-
-
-def name_of(requirement: str) -> str:
-    return re.split(r"[^\w-]", requirement)[0]
 
 
 def run(folder: Path, command: Sequence[str], python: str) -> int:

@@ -1,8 +1,8 @@
 """Builds the packages' wheels and tests each in a clean environment outside of the workspace.
 
 First checks the metadata, and the version against the newest heading of the changelog. Each wheel is then installed
-with the wheels below it and with torch (the lowest allowed, the newest, or both), and runs `scripts/smoke.py`. Exits
-with 1 if anything failed.
+with the wheels below it and with torch (the lowest allowed, the newest, or both), and runs `scripts/smoke.py`. With the
+lowest torch all else that they require has its lowest version too. Exits with 1 if anything failed.
 
     uv run python scripts/release.py                           # all packages with the newest torch; wheels are in dist/
     uv run python scripts/release.py core data --torch lowest newest --torch-backend cpu
@@ -166,7 +166,12 @@ def trial(
     that cached bytecode, which depends on path and time of the source, is reused."""
     python, cache = str(scratch / "env/bin/python"), str(scratch / "bytecode")
     # Wheels by path, because an index may have others of that version. `run_trial` runs outside of any pyproject.toml.
-    requirements = [str(wheels / each.wheel) for each in with_those_below(package, packages)]
+    taken = with_those_below(package, packages)
+    requirements = [str(wheels / each.wheel) for each in taken]
+    if torch == "lowest":  # of what is named here, so not of what these packages require in turn
+        ours = {each.name for each in packages}
+        named = {line for each in taken for line in each.project["dependencies"] if name_of(line) not in ours}
+        requirements += ["--resolution", "lowest-direct", *sorted(named)]
     requirements += [torch_requirement(package, packages, torch)] + (["--torch-backend", backend] if backend else [])
     smoke = ["-W", f"error:{NUMPY_WARNING}", "-I", str(ROOT / "scripts/smoke.py"), package.name]
     return [
@@ -174,6 +179,10 @@ def trial(
         ["uv", "pip", "install", "--quiet", "--python", python, *requirements],
         [python, "-X", f"pycache_prefix={cache}", *smoke],
     ]
+
+
+def name_of(requirement: str) -> str:
+    return re.split(r"[^\w-]", requirement)[0]
 
 
 def torch_requirement(package: Package, packages: list[Package], torch: Torch) -> str:

@@ -1,8 +1,10 @@
 """Metadata and READMEs of the packages, and the scripts of a release: its wheels, interface and compatibility."""
 
 import importlib
+import json
 import re
 import runpy
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -77,6 +79,9 @@ def test_trial_installs_a_wheel_and_the_packages_below_it():
         f"armillary_{name}-{version}-py3-none-any.whl" for name in ("core", "data")
     ]
     assert install[-3:] == ["torch==2.11.*", "--torch-backend", "cpu"]
+    lowest = install[install.index("--resolution") + 1 : -3]
+    assert lowest[0] == "lowest-direct" and {release.name_of(line) for line in lowest} >= {"numpy", "torch"}
+    assert not any("armillary" in line for line in lowest)
     assert smoke[-1] == "armillary-data" and Path(smoke[-2]).is_file()
     _, install, _ = release.trial(BY_FOLDER["plan"], PACKAGES, "newest", wheels, scratch)
     wheel_count = sum(word.endswith(".whl") for word in install)
@@ -183,3 +188,23 @@ def test_a_run_replaces_its_row_of_the_page(compatibility, tmp_path, monkeypatch
             [str(7 - failures), str(failures), "2", ["passed", "failed"][failures]]
         ]
     assert page.read_text().startswith("# Title\n\n| Python") and page.read_text().endswith("|\n\nEnd.\n")
+
+
+def test_the_site_has_a_folder_for_each_release_and_a_menu(tmp_path):
+    def git(*arguments: str) -> None:
+        names = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        subprocess.run(["git", *names, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    for tag in ("v0.9.9", "v0.10.0", "v0.10.1", "v1.0.0rc1", "v0.10.1+later"):
+        (tmp_path / "page").write_text(tag)
+        git("add", "page"), git("commit", "-m", tag), git("tag", tag)
+    build = ["sh", "-c", "mkdir site && mv page site/"]
+    runpy.run_path(str(ROOT / "scripts/site.py"))["main"](tmp_path, build)
+    site = tmp_path / "site"
+    pages = {path.parent.name: path.read_text() for path in site.glob("*/page")}
+    assert pages == {"0.9": "v0.9.9", "0.10": "v0.10.1", "dev": "v0.10.1+later"}
+    menu = json.loads((site / "versions.json").read_text())
+    titles = {entry["version"]: entry["title"] for entry in menu}
+    assert list(titles.items()) == [("0.10", "0.10.1"), ("0.9", "0.9.9"), ("dev", "dev")]
+    assert "url=0.10/" in (site / "index.html").read_text()
