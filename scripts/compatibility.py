@@ -9,11 +9,13 @@ with pytest's exit code, or with 1 if the first run failed.
     uv run python scripts/compatibility.py 2.13 packages/core           # tests of one package, or of any path
     uv run python scripts/compatibility.py pinned --python 3.13 --record  # all tests; writes docs/compatibility.md
     uv run python scripts/compatibility.py lowest --first-run           # trains on two ranks, in half a minute
+    UV_INDEX=... UV_INDEX_STRATEGY=unsafe-best-match uv run python scripts/compatibility.py nightly
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -40,7 +42,7 @@ FIRST_RUN = (*LAUNCHER, "--train.steps", "6", "--save.every", "2", "--data.seque
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "torch", help="'pinned', a minor release, such as 2.13, or 'lowest', which armillary-train allows"
+        "torch", help="'pinned', a minor release, such as 2.13, 'lowest', which armillary-train allows, or 'nightly'"
     )
     parser.add_argument(
         "tests", nargs="*", metavar="TEST", help=f"what pytest runs (default: all if pinned, else {' '.join(TESTED)})"
@@ -49,6 +51,8 @@ def main() -> None:
     parser.add_argument("--first-run", action="store_true", help="run the trainer instead of tests")
     parser.add_argument("--record", action="store_true", help="write the result into docs/compatibility.md")
     options = parser.parse_intermixed_args()
+    if options.torch == "nightly" and "UV_INDEX" not in os.environ:
+        parser.error("nightly: UV_INDEX must name torch's index of nightly builds")
     packages = [Package.read(path.parent) for path in sorted((ROOT / "packages").glob("*/pyproject.toml"))]
     tests = options.tests or (() if options.torch == "pinned" else TESTED)
     with tempfile.TemporaryDirectory() as name:
@@ -83,6 +87,9 @@ def write_requirements(
     if torch != "pinned":
         pins = [pin for pin in pins if not PRESCRIBED.match(pin)]
         requirement = f"torch=={torch}.*"
+    if torch == "nightly":  # of an index that UV_INDEX names
+        (folder / "uv.toml").write_text('prerelease = "allow"\n')
+        requirement = "torch"
     if torch == "lowest":
         (folder / "uv.toml").write_text('resolution = "lowest-direct"\n')
         requirement = torch_requirement(named[-1], packages, "lowest")

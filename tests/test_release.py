@@ -144,14 +144,16 @@ def required(compatibility, folder: Path, torch: str, *tests: str, with_tools: b
     return (folder / "requirements.txt").read_text(), {pin.partition("==")[0] for pin in pins}
 
 
-@pytest.mark.parametrize(("torch", "requirement"), [("lowest", "torch==2.11.*"), ("2.13", "torch==2.13.*")])
+@pytest.mark.parametrize(
+    ("torch", "requirement"), [("lowest", "torch==2.11.*"), ("2.13", "torch==2.13.*"), ("nightly", "torch")]
+)
 def test_runs_have_a_torch_the_packages_of_the_tests_and_all_below(compatibility, tmp_path, torch, requirement):
     text, pins = required(compatibility, tmp_path, torch)
     folders = re.findall(r"^-e \S+/packages/(\w+)", text, re.MULTILINE)
     assert sorted(folders) == ["attention", "core", "data", "models", "states", "train"]
     assert {"-c pins.txt", requirement} <= set(text.splitlines()) and re.search("^pytest>=", text, re.MULTILINE)
     assert "pytest" in pins and not pins & {"torch", "triton", "nvidia-nccl-cu13", "cuda-toolkit"}
-    assert (tmp_path / "uv.toml").exists() == (torch == "lowest")
+    assert (tmp_path / "uv.toml").exists() == (torch != "2.13")
 
 
 def test_the_lowest_versions_are_those_of_extras_too(compatibility, tmp_path):
