@@ -68,6 +68,13 @@ def test_documents_are_contiguous_in_a_row_and_padding_is_at_its_end(lengths, le
         assert unpadded == [unpadded[a] + i for a, b in pairwise(bounds) for i in range(b - a)] != []
 
 
+@pytest.mark.parametrize("kind", ["contiguous", "zigzag", "striped"])
+def test_labels_of_every_kind_of_shard_are_the_next_tokens(kind):
+    ranks = every_shard(STORE, getattr(SequenceLayout, kind)(N, 4), rows_per_batch=4)
+    tokens, labels, _ = joined([rank.batch(0) for rank in ranks])
+    assert labels.tolist() == [expected_row(row, LENGTHS)[0] for row in tokens.tolist()]
+
+
 def test_padding_is_zero_without_a_known_end_of_document():
     store = numbered([4])
     store.vocabulary = type(store.vocabulary)()
