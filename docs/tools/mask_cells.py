@@ -16,8 +16,8 @@ from palette import rank_colors, text_color
 
 from armillary.attention import AttentionMask, AttentionShape
 from armillary.attention.internal import MethodOptions, named_method
+from armillary.attention.method_registry import DEFAULT_OPTIONS
 from armillary.attention.plans import JoinedShards
-from armillary.attention.registry import DEFAULT_OPTIONS
 from armillary.attention.tiling.tiles import SpanTable, pair_counts, tile_array
 from armillary.core import SequenceLayout
 from armillary.core.internal import Integers, Slices, widen

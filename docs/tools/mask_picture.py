@@ -24,7 +24,7 @@ from palette import blend, light_colors, rank_colors
 from armillary.attention import AttentionMask
 from armillary.attention.internal import MethodOptions
 from armillary.attention.mask import Blocks, ImageSpans, Tree
-from armillary.attention.registry import DEFAULT_OPTIONS
+from armillary.attention.method_registry import DEFAULT_OPTIONS
 from armillary.core import SequenceLayout
 from armillary.core.internal import Integers, Slices, writing
 

@@ -34,7 +34,7 @@ from armillary.attention.kernels import (
     top_left,
 )
 from armillary.attention.tiling.accumulators import EVERYTHING, Merge, Sum
-from armillary.attention.tiling.block import BlockAttention
+from armillary.attention.tiling.block_attention import BlockAttention
 from armillary.core import Axis, SequenceLayout
 from armillary.core.testing import mesh, relative_error
 

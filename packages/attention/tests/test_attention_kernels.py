@@ -34,7 +34,7 @@ from armillary.attention.kernels.inputs import module_exists
 from armillary.attention.kernels.kernel import MAX_PACKED_TOKENS, MIN_SINGLE_TOKENS, Sequences, Tile
 from armillary.attention.kernels.top_left import TopLeft
 from armillary.attention.tiling.accumulators import EVERYTHING, Merge, Sum, TilePart
-from armillary.attention.tiling.block import BlockAttention, Shards, SingleCall, pack_calls
+from armillary.attention.tiling.block_attention import BlockAttention, Shards, SingleCall, pack_calls
 from armillary.core import SequenceLayout
 
 FLASH = (CudaFlash(), FlashAttn2(), FlashAttn3(), FlashAttn4())

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from armillary.attention import AttentionMask, Ring, TokenRing, Ulysses, WallFacer
-from armillary.attention.tiling.block import BlockAttention
+from armillary.attention.tiling.block_attention import BlockAttention
 from armillary.core.collectives import exchange
 from armillary.core.testing import mesh
 

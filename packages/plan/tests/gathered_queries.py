@@ -24,7 +24,7 @@ from armillary.attention.plans import (
     steps,
 )
 from armillary.attention.tiling.accumulators import Merge, Sum
-from armillary.attention.tiling.block import BlockAttention
+from armillary.attention.tiling.block_attention import BlockAttention
 from armillary.core import Axis, start_all_gather, start_merge_scatter, start_reduce_scatter
 
 

@@ -20,8 +20,8 @@ from test_plan_estimate import EQUAL, GROUPED, check_formulas, measured, sizes
 
 from armillary.attention import AttentionMask, AttentionShape, build_comm_plan
 from armillary.attention.internal import SEQUENCE_METHODS, named_method, names
+from armillary.attention.method_registry import SequenceEntry
 from armillary.attention.plans import SequencePlan
-from armillary.attention.registry import SequenceEntry
 from armillary.core import CommLedger, SequenceLayout
 from armillary.core.testing import mesh, refusal
 from armillary.models import Llama, LlamaConfig

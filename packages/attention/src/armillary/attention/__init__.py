@@ -6,6 +6,7 @@ from armillary.attention.call.qkv_sources import Projected, Projections, TokenPr
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.context_parallel import ContextParallel, sdpa_parallel, sequence
 from armillary.attention.mask import AttentionMask, Slice
+from armillary.attention.method_registry import build_attention, build_comm_plan
 from armillary.attention.methods.all_gather import AllGatherKV
 from armillary.attention.methods.base import Method
 from armillary.attention.methods.local import Local
@@ -16,7 +17,6 @@ from armillary.attention.methods.upipe import UPipe
 from armillary.attention.methods.wallfacer import WallFacer
 from armillary.attention.plans.comm_plan import AttentionShape, CommPlan
 from armillary.attention.reference import reference_attention
-from armillary.attention.registry import build_attention, build_comm_plan
 
 __all__ = [
     "AllGatherKV",

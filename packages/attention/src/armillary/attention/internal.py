@@ -53,10 +53,7 @@ from armillary.attention.kernels import (
     kernel_candidates,
 )
 from armillary.attention.mask import Documents
-from armillary.attention.methods.base import check_rank_grid
-from armillary.attention.methods.wallfacer import Placement
-from armillary.attention.post_training import segment_sum
-from armillary.attention.registry import (
+from armillary.attention.method_registry import (
     ALIASES,
     HEAD_METHODS,
     SEQUENCE_METHODS,
@@ -67,3 +64,6 @@ from armillary.attention.registry import (
     names,
     variants,
 )
+from armillary.attention.methods.base import check_rank_grid
+from armillary.attention.methods.wallfacer import Placement
+from armillary.attention.post_training import segment_sum

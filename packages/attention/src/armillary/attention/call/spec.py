@@ -18,7 +18,7 @@ from armillary.attention.call.qkv_sources import QKVSource
 from armillary.attention.kernels import Kernel, Scores
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.attention_mask import BoundedCache
-from armillary.attention.tiling.block import BlockAttention, Shards, head_runs, kernel_calls
+from armillary.attention.tiling.block_attention import BlockAttention, Shards, head_runs, kernel_calls
 from armillary.attention.tiling.grid import CachesDerived, Grid, grid_of
 from armillary.attention.tiling.latents import Expansion, TokenSizes
 from armillary.core import Axis, SequenceLayout, TokenRanges

@@ -20,8 +20,8 @@ from armillary.attention.context_parallel.sdpa import with_documents
 from armillary.attention.context_parallel.sequence import check_method, takes_documents
 from armillary.attention.context_parallel.verification import observe_shard
 from armillary.attention.mask import AttentionMask
+from armillary.attention.method_registry import build_attention
 from armillary.attention.methods.base import Method
-from armillary.attention.registry import build_attention
 from armillary.core import Axis, SequenceLayout
 from armillary.core.internal import check_tensor, compat, integer
 

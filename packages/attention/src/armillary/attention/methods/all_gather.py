@@ -19,7 +19,7 @@ from armillary.attention.call.qkv_sources import concatenate
 from armillary.attention.call.spec import AttentionSpec, Saved
 from armillary.attention.methods.base import Method
 from armillary.attention.tiling.accumulators import WHOLE_DIM, Merge, Sum
-from armillary.attention.tiling.block import RingBlock
+from armillary.attention.tiling.block_attention import RingBlock
 from armillary.attention.tiling.latents import Expansion, block_of, value_dim
 from armillary.core import Axis, start_all_gather, start_reduce_scatter
 

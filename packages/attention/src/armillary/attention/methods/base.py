@@ -2,7 +2,7 @@
 
 A method is a pair of plain functions, forward and backward, over local tensors (`call/spec.py`). `__call__` checks the
 arguments and runs the pair under autograd (`call/autograd.py`). To add a method, write a subclass with the members that
-`AttentionMethod` requires, and name it in a line of `registry.py`.
+`AttentionMethod` requires, and name it in a line of `method_registry.py`.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from armillary.attention.rings.reduce import RingReduce
 from armillary.attention.rings.rotate import RotatingShard, Rotation
 from armillary.attention.rings.topology import RingTopology, RotatingSide
 from armillary.attention.tiling.accumulators import Merge, Sum
-from armillary.attention.tiling.block import RingBlock
+from armillary.attention.tiling.block_attention import RingBlock
 from armillary.attention.tiling.grid import Grid
 from armillary.attention.tiling.latents import Expansion, GatheredBlock, block_of, value_dim
 from armillary.core import Axis, TokenRanges, accumulation_dtype

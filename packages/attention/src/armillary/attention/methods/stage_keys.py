@@ -16,7 +16,7 @@ from armillary.attention.call.spec import AttentionMethod, AttentionSpec, Saved
 from armillary.attention.methods.ring import GatheringRing
 from armillary.attention.rings.reduce import RingReduce
 from armillary.attention.tiling.accumulators import Merge, Sum
-from armillary.attention.tiling.block import RingBlock
+from armillary.attention.tiling.block_attention import RingBlock
 from armillary.attention.tiling.latents import Expansion, value_dim
 from armillary.core import Axis, accumulation_dtype, start_head_to_seq, start_seq_to_head
 

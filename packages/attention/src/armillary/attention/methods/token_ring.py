@@ -27,7 +27,7 @@ from armillary.attention.rings.reduce import DirectReduce, Partials, Reduction
 from armillary.attention.rings.rotate import RotatingShard, Rotation
 from armillary.attention.rings.topology import RingTopology
 from armillary.attention.tiling.accumulators import Merge, Sum
-from armillary.attention.tiling.block import RingBlock
+from armillary.attention.tiling.block_attention import RingBlock
 from armillary.attention.tiling.latents import Expansion
 from armillary.core import Axis, TokenRanges
 from armillary.core.internal import Side

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from armillary.attention.tiling.accumulators import EVERYTHING, Merge, Sum
-from armillary.attention.tiling.block import BlockAttention, RingBlock
+from armillary.attention.tiling.block_attention import BlockAttention, RingBlock
 from armillary.core import Axis, accumulation_dtype, start_all_gather, start_reduce_scatter
 
 
