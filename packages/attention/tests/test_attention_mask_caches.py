@@ -12,7 +12,7 @@ from armillary.attention import AttentionMask, Local, Ring, build_attention
 from armillary.attention.call import spec
 from armillary.attention.mask.attention_mask import BYTES_PER_NUMBER, MAX_BYTES, MAX_ENTRIES, BoundedCache
 from armillary.attention.rings.topology import Reach
-from armillary.attention.tiling import block, grid
+from armillary.attention.tiling import block_attention, grid
 from armillary.core.testing import mesh
 
 LENGTH = 48
@@ -69,7 +69,7 @@ def test_other_patterns_are_compared():
     assert torch.equal(mask.numbers, AttentionMask.chunked(4).numbers)
 
 
-PLANNED = [(Reach, "of"), (grid, "tile_array"), (spec, "kernel_calls"), (block, "pack_calls")]
+PLANNED = [(Reach, "of"), (grid, "tile_array"), (spec, "kernel_calls"), (block_attention, "pack_calls")]
 """Functions that run on the host for a new mask and layout."""
 
 
