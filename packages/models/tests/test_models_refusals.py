@@ -275,7 +275,7 @@ FOLDERS: dict[Callable[[], Llama | GPT], list[tuple[Callable[[Path], object], st
         (lambda folder: (folder / "model.safetensors").unlink(), "neither model.safetensors nor .*index.json"),
         (lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"), "pytorch_model.bin.*safe"),
         (in_two_files(lambda folder: (folder / LAST).unlink()), LAST),
-        (in_two_files(lambda folder: (folder / LAST).write_bytes((folder / LAST).read_bytes()[:-3])), f"{LAST}.*incom"),
+        (in_two_files(lambda folder: (folder / LAST).write_bytes((folder / LAST).read_bytes()[:-3])), f"{LAST}.*ncom"),
         (in_two_files(text("model.safetensors.index.json", "{}")), "index.json.*weight_map"),
         (head_in(LAST), f"lm_head.weight.*{LAST}"),
         (head_in("../model-00001-of-00002.safetensors"), "lm_head.weight"),

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from contextlib import chdir, redirect_stdout
 from dataclasses import replace
@@ -381,6 +382,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
 
 @pytest.mark.parametrize(("call", "message"), CALLS, ids=range(len(CALLS)))
 def test_calls_are_refused(run_folder, monkeypatch, call, message):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     monkeypatch.chdir(run_folder)
     with pytest.raises(ValueError) as error:
         call()
