@@ -44,7 +44,6 @@ from armillary.attention.kernels import (
     FlashCall,
     Inputs,
     Kernel,
-    Lengths,
     check_kernel_name,
     choose_kernel,
     default_margin,

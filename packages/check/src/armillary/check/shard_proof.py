@@ -52,25 +52,16 @@ class ShardProof(Proof):
         assert tokens is not None
         length = MOST_TOKENS * len(self.peers) + 2 * max((kind.window or 0 for kind in kinds.values()), default=0)
         length = min(length, step_tokens * 3 // FORWARDS, tokens.length) // unit * unit
-        reason = "compiled layers are not observed" if not kinds else "one rank has the whole sequence"
-        if kinds and len(self.peers) > 1:
+        reason = None
+        if not kinds:
+            reason = "compiled layers are not observed"
+        elif len(self.peers) == 1:
+            reason = "one rank has the whole sequence"
+        elif length < LEAST_TOKENS * len(self.peers):
             reason = f"they cost more than a step of {step_tokens} tokens on {len(self.peers)} ranks"
-            if length >= LEAST_TOKENS * len(self.peers):
-                try:
-                    self.probed = self._probe(loss, head, documents, length, tokens)
-                    return
-                except ValueError as error:  # of a length that the model refuses, on every rank
-                    reason = f"{length} tokens were refused: {error}"
-        self.probed = (Fact("probes", Verdict.NOT_OBSERVED, reason),)
-
-    def _probe(
-        self,
-        loss: Callable[..., tuple[Tensor, Tensor]],
-        head: Callable[..., Any],
-        documents: Sequence[int] | None,
-        length: int,
-        tokens: ShardTokens,
-    ) -> tuple[Fact, ...]:
+        if reason is not None:
+            self.probed = (Fact("probes", Verdict.NOT_OBSERVED, reason),)
+            return
         # 1. The prefix, from all ranks that share the row.
         inside, ids = tokens.positions < length, torch.zeros(1, length, dtype=torch.long)
         for peers, positions, local_ids in gathered(
@@ -84,7 +75,10 @@ class ShardProof(Proof):
         def output_of(_: nn.Module, batch: CheckBatch, head: Callable[..., Any] = head) -> StepOutput:
             return StepOutput(*loss(batch, head))
 
-        return probe(self.model, CheckBatch(ids, ids, ends), output_of, head=head, peers=self.peers)[1]
+        try:
+            self.probed = probe(self.model, CheckBatch(ids, ids, ends), output_of, head=head, peers=self.peers)[1]
+        except ValueError as error:  # of a length that the model refuses, on every rank
+            self.probed = (Fact("probes", Verdict.NOT_OBSERVED, f"{length} tokens were refused: {error}"),)
 
     def report(self, loss: Tensor | float | None = None) -> VerifyReport:
         return VerifyReport((*super().report(loss).facts, *self.probed))
