@@ -42,3 +42,23 @@ def test_loss_and_gradients_equal_one_rank_and_parameters_left_out_are_named(wor
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             assert relative_error(gradient, parameter.grad) < 1e-5
         assert "lm_head.weight" in refusal
+
+
+def errors_of_layer_dropout() -> list[str]:
+    """Errors of a forward with layerdrop in training, in evaluation, and without it in training."""
+    cp, errors = ContextParallel("ring", mesh(ring=2)), list[str]()
+    for rate, training in ((0.5, True), (0.5, False), (0.0, True)):
+        model = cp.prepare(build("bart", "eager", decoder_layerdrop=rate)).train(training)
+        try:
+            with cp.shard(tokens(0)) as batch:
+                model(**batch.inputs)
+            errors.append("")
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_dropping_whole_layers_is_refused_in_training(worlds):
+    for dropping, *others in worlds(2).run(errors_of_layer_dropout):
+        assert "layerdrop=0.5" in dropping
+        assert others == ["", ""]

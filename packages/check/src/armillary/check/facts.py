@@ -128,6 +128,7 @@ class Observation:
         unused: trainable parameters without a gradient, or with zeros alone.
         head_gradient, head_sum: projections of the head's gradient, and of this rank's part of its closed form.
         reasons: by fact, why it was not observed.
+        rows: digests of the whole rows that this rank was given; None if it was not.
     """
 
     peers: tuple[int, ...]
@@ -149,6 +150,7 @@ class Observation:
     head_norm: float = 0.0
     head_sum: list[float] = field(default_factory=list[float])
     reasons: dict[str, str] = field(default_factory=dict[str, str])
+    rows: tuple[int, ...] | None = None
 
 
 Judgement = tuple[Verdict, str]
@@ -180,12 +182,23 @@ def _apply(name: str, rule: Rule, ranks: Sequence[Observation]) -> Judgement:
     reason = next((x.reasons[name] for x in ranks if name in x.reasons), None)
     numbers = [number for x in ranks for pair in x.gradients.values() for number in pair]
     numbers += [x.labels.loss for x in ranks if x.labels is not None]
-    if rule not in (_shares, _positions) and not all(map(isfinite, numbers)):
+    if rule not in (_rows, _shares, _positions) and not all(map(isfinite, numbers)):
         reason = "the loss or a gradient is not finite"
     return rule(ranks) if reason is None else (Verdict.NOT_OBSERVED, reason)
 
 
 # -- facts of the ranks that share rows --------------------------------------------------------------------------------
+
+
+def _rows(ranks: Sequence[Observation]) -> Judgement:
+    """Ranks that share rows were given the same ones."""
+    if len(ranks) == 1 or any(x.rows is None for x in ranks):
+        reason = "one rank has the whole sequence" if len(ranks) == 1 else "a rank read its own tokens alone"
+        return Verdict.NOT_OBSERVED, reason
+    different = [x.peers[i] for i, x in enumerate(ranks) if x.rows != ranks[0].rows]
+    if different:
+        return Verdict.WRONG, f"ranks {different} were given other rows than rank {ranks[0].peers[0]}"
+    return Verdict.RIGHT, f"{len(ranks)} ranks"
 
 
 def _shares(ranks: Sequence[Observation]) -> Judgement:
@@ -336,8 +349,9 @@ def _calls(ranks: Sequence[Observation]) -> Judgement:
     return verdict, f"{len(layers)} layers" if layers else "no layer was seen to call a method of Armillary"
 
 
-RULES_OF_ROWS: Sequence[Rule] = (_shares, _positions, _labels, _loss)
+RULES_OF_ROWS: Sequence[Rule] = (_rows, _shares, _positions, _labels, _loss)
 RULES: dict[str, Rule] = {
+    "same rows": _rows,
     "share of tokens": _shares,
     "positions": _positions,
     "labels": _labels,

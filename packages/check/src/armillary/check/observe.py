@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from armillary.attention.internal import IGNORED, AttentionOptions, in_backward
+from armillary.attention.internal import IGNORED, AttentionOptions, digests_of, in_backward
 from armillary.check.facts import MODULUS, LabelTally, Observation, VerifyReport, judge, tolerance
 from armillary.check.layers import POSITION, ModelParts, kinds_of_layers, methods_in
 from armillary.check.step import WRAPPERS, CheckBatch, first_tensor
@@ -41,6 +41,7 @@ class ShardTokens:
         positions: [T], global positions of the tokens in the rows.
         length: N, tokens of the rows.
         labelled: number of labels that the loss is averaged over; by default those of the ranks that share the rows.
+        rows: digests of the whole rows; None if they are not known.
     """
 
     ids: Tensor
@@ -49,6 +50,7 @@ class ShardTokens:
     positions: Tensor
     length: int
     labelled: int | None = None
+    rows: tuple[int, ...] | None = None
 
     @classmethod
     def of(cls, batch: CheckBatch, positions: Tensor) -> Self:
@@ -89,9 +91,12 @@ class Proof:
         self.tokens = batch if isinstance(batch, ShardTokens) else None
         if isinstance(batch, CheckBatch) and positions is not None:
             self.tokens = ShardTokens.of(batch, positions.flatten().cpu())
-        self.observation: Observation = Observation(
-            self.peers, batch.length if isinstance(batch, ShardTokens) else batch.ids.shape[1]
-        )
+        if isinstance(batch, ShardTokens):
+            length, rows = batch.length, batch.rows
+        else:
+            length, values = batch.ids.shape[1], (batch.ids, batch.labels, batch.position_ids, batch.documents)
+            rows = tuple(digests_of(values, batch.ids.device).tolist())
+        self.observation: Observation = Observation(self.peers, length, rows=rows)
         # The first ids and position ids that reach modules, and this rank's part of the head's gradient.
         self.ids: Tensor | None = None
         self.position_ids: Tensor | None = None

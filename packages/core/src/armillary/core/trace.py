@@ -236,6 +236,9 @@ class TracedWork:
         self.span.finish()
         return completed
 
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
 
 # -- labels -----------------------------------------------------------------------------------------------------------
 

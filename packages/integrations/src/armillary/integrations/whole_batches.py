@@ -28,24 +28,20 @@ PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq
 def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[ContextParallelBatch, dict[str, Any]]:
     """Returns this rank's batch and the model's inputs for it, with labels only if `inputs` have labels.
 
-    Bytes sent: a `gather_integers` of three integers for each of `TOKENS`. Every rank of the sequence must call it.
+    Bytes sent: an `all_gather` of 88 bytes over the ranks of the sequence. Every rank of it must call this.
 
     Raises:
         ValueError: ranks have different rows; no input_ids [B, N]; a tensor that is not in `TOKENS` or `PACKED`;
             output_router_logits; cu_seq_lens_q with several rows; labels for a model that does not predict the next
             token; errors of `ContextParallel.shard`, such as position_ids that restart beside an attention_mask.
     """
-    # 1. The same rows on all ranks. This check comes first: ranks with different rows would fail different checks, or
-    # hang in attention.
-    tokens = {name: x if isinstance(x := inputs.get(name), Tensor) else "none" for name in TOKENS}
-    if unequal := unequal_values(tokens, cp.method):
-        name, shard = next(iter(unequal.items()))
-        raise ValueError(
-            f"shards 0 and {shard} were given different {name}, but all ranks of a sequence need the same rows: a "
-            "sampler, dataset or collator draws from random numbers of each rank, or the data loader was prepared "
-            "without share_rows"
-        )
-    # 2. Inputs whose shards are known.
+    # Before all other checks, which ranks with different rows may fail or pass.
+    with cp.rows_check.comparing({name: inputs.get(name) for name in (*TOKENS, *PACKED)}):
+        return _shard_inputs(cp, inputs)
+
+
+def _shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[ContextParallelBatch, dict[str, Any]]:
+    # 1. Inputs whose shards are known.
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor):
         raise ValueError(f"the batch has no input_ids, only {', '.join(inputs)}: a shard is made of tokens")
@@ -55,7 +51,7 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
             f"the batch has {', '.join(unknown) or 'output_router_logits'}, whose shard is unknown; "
             f"{', '.join(TOKENS)} are accepted"
         )
-    # 3. Documents. If a row has cu_seq_lens but no position ids, transformers counts positions from the row's start,
+    # 2. Documents. If a row has cu_seq_lens but no position ids, transformers counts positions from the row's start,
     # across documents.
     position_ids, boundaries = inputs.get("position_ids"), inputs.get("cu_seq_lens_q")
     if boundaries is not None and len(ids) != 1:
@@ -63,7 +59,7 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
     if boundaries is not None and position_ids is None:
         first = 0 if cp.padding_idx is None else cp.padding_idx + 1
         position_ids = torch.arange(ids.shape[1], device=ids.device)[None] + first
-    # 4. Labels of the next token. As in transformers, the last token of a document predicts the first token of the next
+    # 3. Labels of the next token. As in transformers, the last token of a document predicts the first token of the next
     # one, unless the label of that first token is -100.
     labels, next_labels = inputs.get("labels"), inputs.get("shift_labels")
     if labels is None:
@@ -82,7 +78,7 @@ def shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Contex
         attention_mask=inputs.get("attention_mask"),
         shift_labels=next_labels,
     )
-    # 5. The model's inputs. The trainer passes its own num_items_in_batch.
+    # 4. The model's inputs. The trainer passes its own num_items_in_batch.
     omitted = {"num_items_in_batch"} if labels is not None else {"num_items_in_batch", "labels", "shift_labels"}
     other_inputs = {name: x for name, x in inputs.items() if name not in (*TOKENS, *PACKED)}
     shard_of_tokens = {name: x for name, x in batch.inputs.items() if name not in omitted}

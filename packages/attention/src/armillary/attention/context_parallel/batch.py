@@ -6,7 +6,7 @@ A shard is not enough to complete rows: the label of its last token, for example
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from itertools import count, pairwise
 from typing import Any, NamedTuple, Self, cast
 
@@ -16,12 +16,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from armillary.attention.context_parallel.communication import AveragingCheck, gather_tokens, record_ddp
+from armillary.attention.context_parallel.random_numbers import draws_of_rank
+from armillary.attention.context_parallel.rank_comparison import RankComparison
 from armillary.attention.context_parallel.sdpa import in_backward, with_documents
 from armillary.attention.context_parallel.sequence import current_sequence, sequence
 from armillary.attention.mask import AttentionMask
 from armillary.attention.mask.attention_mask import Documents
 from armillary.attention.methods.base import Method
-from armillary.core import SequenceLayout
+from armillary.core import Axis, SequenceLayout
 from armillary.core.internal import check_tensor, integer
 
 IGNORED = -100
@@ -234,8 +236,10 @@ class ContextParallelBatch:
     """This rank's shard of a batch, and attention under the batch's mask and layout (`attend`).
 
     `ContextParallel.shard` returns it. As a context manager it opens a `sequence` block, for `sdpa_parallel` and models
-    of transformers, with the batch's layout and with the mask that `shard` was given, or else the documents. Entering a
-    batch again before it is left raises ValueError.
+    of transformers, with the batch's layout and with the mask that `shard` was given, or else the documents. Inside the
+    block, torch's default generator draws other random numbers on each rank of the sequence and of the data axes, so
+    that dropout is independent for all tokens (`draws_of_rank`). Entering a batch again before it is left raises
+    ValueError. So does the end of the block if ranks sharded different rows, or the generator was seeded inside it.
 
     Attributes:
         owner: the `ContextParallel` that sharded the batch.
@@ -252,6 +256,7 @@ class ContextParallelBatch:
         ddp_modules: DDP modules in whose forward the batch was attended.
         averaging: the owner's check of FSDP2 and DDP.
         total_labelled: as `labelled`, without setting `label_count_read`.
+        comparison: of the batch's rows between the ranks of the sequence; None if they are not compared.
         label_count_read: True once `labelled`, or `inputs` with it, was read, so that a scalar loss can be a share.
     """
 
@@ -267,6 +272,7 @@ class ContextParallelBatch:
     mask: AttentionMask
     total_labelled: int
     label_count_read: bool
+    comparison: RankComparison | None
 
     def __init__(
         self,
@@ -278,6 +284,8 @@ class ContextParallelBatch:
         mask: AttentionMask,
         replaces_mask: bool,
         averaging: AveragingCheck,
+        axes: Sequence[Axis],
+        comparison: RankComparison | None,
     ) -> None:
         self.owner, self.method, self.layout, self.mask = owner, method, layout, mask
         self.ids, self.position_ids = self.take(rows.ids), self.take(rows.position_ids)
@@ -286,7 +294,8 @@ class ContextParallelBatch:
         self.attention_mask = None if rows.attention_mask is None else self.take(rows.attention_mask)
         self.documents, self._inferred = rows.documents, rows.inferred
         self._replaces_mask = replaces_mask  # True: inside `with batch`, `mask` replaces the model's own mask
-        self._block: AbstractContextManager[None] | None = None
+        self._axes, self.comparison = axes, comparison
+        self._block: ExitStack | None = None  # the contexts of `with batch`
         self._number = next(_NUMBERS)  # 1, 2, ...: tells batches apart when backward recomputes attention
         self._attended = False  # True after the first call of `attend` in a forward
         self.ddp_modules: set[DistributedDataParallel] = set()
@@ -403,11 +412,11 @@ class ContextParallelBatch:
         if self._block is not None:
             raise ValueError("this batch is entered already; use one `with` block at a time")
         padded = self.attention_mask is not None
-        if self._replaces_mask:
-            self._block = sequence(layout=self.layout, mask=self.mask, padded=padded)
-        else:
-            self._block = sequence(layout=self.layout, documents=self.documents, padded=padded)
-        self._block.__enter__()
+        mask = {"mask": self.mask} if self._replaces_mask else {"documents": self.documents}
+        with ExitStack() as block:
+            block.enter_context(draws_of_rank(self._axes, self.ids.device))
+            block.enter_context(sequence(layout=self.layout, padded=padded, **cast(Any, mask)))
+            self._block = block.pop_all()
         context = current_sequence()
         assert context is not None
         context.ddp_modules, context.averaging = self.ddp_modules, self.averaging
@@ -417,7 +426,14 @@ class ContextParallelBatch:
     def __exit__(self, *raised: Any) -> None:
         block, self._block = self._block, None
         assert block is not None
-        block.__exit__(*raised)
+        # After an error, such as that of a peer which has raised, only if it does not wait: a rank that failed may
+        # never start its comparison.
+        compared = self.comparison is not None and (raised[0] is None or self.comparison.complete)
+        try:
+            block.__exit__(*raised)
+        finally:
+            if self.comparison is not None and compared:
+                self.comparison.check()
 
 
 class _BatchMark(torch.autograd.Function):

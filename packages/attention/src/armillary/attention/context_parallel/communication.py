@@ -97,7 +97,7 @@ def gather_integers(rows: Sequence[Sequence[int]], method: Method) -> list[list[
     """
     gathered = [list(row) for row in rows]
     for axis in method_axes(method):
-        local = torch.tensor(gathered, dtype=torch.int64, device=_device(axis))
+        local = torch.tensor(gathered, dtype=torch.int64, device=axis_device(axis))
         # Ranks may have different numbers of rows, which are exchanged first.
         count = torch.tensor([len(gathered)], device=local.device)
         counts = start_all_gather(count, axis, [1] * axis.size, 0).wait().tolist()
@@ -113,7 +113,7 @@ def sum_over_axes(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     device = x.device
     # One axis after another, so that all ranks add the same numbers in the same order.
     for axis in axes:
-        x = all_reduce(x.to(_device(axis)), axis)
+        x = all_reduce(x.to(axis_device(axis)), axis)
     return x.to(device)
 
 
@@ -144,14 +144,14 @@ def gather_tokens(x: Tensor, method: Method, layout: SequenceLayout) -> Tensor:
     padded[:, : x.shape[1]] = x.detach()
     gathered = padded.unsqueeze(0)
     for axis in method_axes(method):
-        gathered = start_all_gather(gathered.to(_device(axis)), axis, [len(gathered)] * axis.size, 0).wait()
+        gathered = start_all_gather(gathered.to(axis_device(axis)), axis, [len(gathered)] * axis.size, 0).wait()
     # The gathered order is that of the ranks on the axes; a method may number its shards differently.
     order = [shard for (shard,) in gather_integers([[method.shard]], method)]
     shards = {shard: tokens.to(x.device) for shard, tokens in zip(order, gathered, strict=True)}
     return layout.join([shards[i][:, :size] for i, size in enumerate(layout.sizes)])
 
 
-def _device(axis: Axis) -> torch.device:
+def axis_device(axis: Axis) -> torch.device:
     """Device of tensors that the group of an axis accepts: the host for gloo, the GPU for NCCL."""
     # On CPU meshes `get_backend` is not called: it fails for the groups with several backends that `init_device_mesh`
     # creates.

@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from armillary.attention.call.validation import check_layout, over_all_ranks
 from armillary.attention.context_parallel.batch import ContextParallelBatch, complete_rows
 from armillary.attention.context_parallel.communication import AveragingCheck, method_axes, sum_over_axes
+from armillary.attention.context_parallel.random_numbers import SharedDraws
+from armillary.attention.context_parallel.rank_comparison import RowsCheck
 from armillary.attention.context_parallel.sdpa import with_documents
 from armillary.attention.context_parallel.sequence import check_method, takes_documents
 from armillary.attention.context_parallel.verification import observe_shard
@@ -58,6 +60,7 @@ class ContextParallel:
         shifts_labels: False for models whose loss is not of the next token (masked language models, classification of
             tokens): `shard` then takes `shift_labels` alone. `prepare` sets it to False for such a model, and never
             back to True.
+        rows_check: compares the arguments of `shard` between the ranks of a sequence.
 
     Raises:
         ValueError: `method` is no method, an unknown name, or a name without a mesh; the method's axes are unknown;
@@ -85,6 +88,7 @@ class ContextParallel:
         self.padding_idx: int | None = None
         self._counting_model: str | None = None  # name of the model for which `count_positions_as` set padding_idx
         self._averaging = AveragingCheck(self.axes, mesh)
+        self.rows_check: RowsCheck = RowsCheck(method)
         self.shifts_labels = True
 
     @property
@@ -110,6 +114,11 @@ class ContextParallel:
         Labels are shifted before rows are sharded, because a shard does not have the token after its last one. The last
         token of a document gets no label.
 
+        Ranks that share a sequence compare all arguments. The comparison runs while the model computes: its result is
+        read at the end of `with batch`, and in the next call of `loss`, `reduce_gradients` or `shard`. It is read at
+        once for the first batch and for rows of another shape than those before, because attention on different lengths
+        would not return. A thread other than the one that made this object compares nothing.
+
         Args:
             ids: [B, N], the whole rows; the same on all ranks that share a sequence.
             labels: [B, N], unshifted: each token itself, or -100. By default `ids`. If `shifts_labels` is False,
@@ -130,59 +139,80 @@ class ContextParallel:
                 axes. For several micro-batches, give the number of labels in all of them. A batch without labels has
                 loss 0.
 
-        Bytes sent: an all-reduce of one integer on each data axis, if `labelled` is not given. Every rank must call
-        `shard`.
+        Bytes sent: an `all_gather` of 80 bytes over the ranks of the sequence, on one axis after another; an all-reduce
+        of one integer on each data axis, if `labelled` is not given. Every rank must call `shard`.
 
         Raises:
-            ValueError: tensors whose shapes differ from that of `ids`; documents that do not end at N, or differ from
-                those of `mask`; a layout of another length or number of shards; `labelled` below 1; both labels and
-                shift_labels; labels although `shifts_labels` is False; position ids that restart between visible tokens
-                of an attention_mask, without documents; a mask that cannot have documents (a tree, slices, blocks, a
-                mask per row) beside padding, or without position_ids or shift_labels; image spans or a prefix beside
-                padding or documents of each row; an attention_mask with values other than 0 and 1, with zeros between
-                tokens of a document, or before them if position_ids are missing; shift_labels of padding other than
-                -100; visible ids equal to padding_idx if position_ids are missing.
+            ValueError: ranks that share a sequence were given different arguments, for this batch or the one before; it
+                is raised on each of these ranks. Tensors whose shapes differ from that of `ids`; documents that do not
+                end at N, or differ from those of `mask`; a layout of another length or number of shards; `labelled`
+                below 1; both labels and shift_labels; labels although `shifts_labels` is False; position ids that
+                restart between visible tokens of an attention_mask, without documents; a mask that cannot have
+                documents (a tree, slices, blocks, a mask per row) beside padding, or without position_ids or
+                shift_labels; image spans or a prefix beside padding or documents of each row; an attention_mask with
+                values other than 0 and 1, with zeros between tokens of a document, or before them if position_ids are
+                missing; shift_labels of padding other than -100; visible ids equal to padding_idx if position_ids are
+                missing.
         """
-        check_layout("layout", layout)
-        if labelled is not None:
-            integer("labelled", labelled, minimum=1)
-        if mask is not None:  # raises if the mask's documents differ from the given ones
-            documents = with_documents(mask, AttentionMask(documents=documents).documents).documents or documents
-        rows = complete_rows(
-            ids,
-            labels,
-            documents=documents,
-            position_ids=position_ids,
-            attention_mask=attention_mask,
-            shift_labels=shift_labels,
-            padding_idx=self.padding_idx,
-            shifts_labels=self.shifts_labels,
-            packed=mask is None or takes_documents(mask),
-        )
-        if mask is not None and not takes_documents(mask):
-            _check_rows_complete(mask, position_ids, attention_mask, shift_labels)
-        length = ids.shape[1]
-        if layout is not None and layout.length != length:
-            raise ValueError(f"the layout has {layout.length} tokens, the batch {length}: pass attend.layout({length})")
-        layout = over_all_ranks(self.method.layout(length) if layout is None else layout, self.method)
-        if labelled is None:
-            count = torch.tensor(rows.label_count, device=ids.device)
-            labelled = max(int(sum_over_axes(count, self._data_axes)), 1)  # at least 1: without labels, the loss is 0
-        batch_mask = AttentionMask(causal=True) if mask is None else mask
-        has_boundaries = documents is not None or position_ids is not None or attention_mask is not None
-        if has_boundaries and takes_documents(batch_mask):
-            # The rows' documents replace the mask's: they also separate runs of padding.
-            batch_mask = with_documents(replace(batch_mask, documents=None), rows.documents)
-        return ContextParallelBatch(
-            self,
-            self.method,
-            rows,
-            layout,
-            labelled,
-            batch_mask,
-            replaces_mask=mask is not None,
-            averaging=self._averaging,
-        )
+        arguments: dict[str, Any] = {
+            "ids": ids,
+            "labels": labels,
+            "mask": mask,
+            "layout": layout,
+            "documents": documents,
+            "position_ids": position_ids,
+            "attention_mask": attention_mask,
+            "shift_labels": shift_labels,
+            "labelled": labelled,
+        }
+        # First of all: a rank that raises for another reason takes part, so that the others do not wait for it.
+        with self.rows_check.comparing(arguments):
+            check_layout("layout", layout)
+            if labelled is not None:
+                integer("labelled", labelled, minimum=1)
+            if mask is not None:  # raises if the mask's documents differ from the given ones
+                documents = with_documents(mask, AttentionMask(documents=documents).documents).documents or documents
+            rows = complete_rows(
+                ids,
+                labels,
+                documents=documents,
+                position_ids=position_ids,
+                attention_mask=attention_mask,
+                shift_labels=shift_labels,
+                padding_idx=self.padding_idx,
+                shifts_labels=self.shifts_labels,
+                packed=mask is None or takes_documents(mask),
+            )
+            if mask is not None and not takes_documents(mask):
+                _check_rows_complete(mask, position_ids, attention_mask, shift_labels)
+            length = ids.shape[1]
+            if layout is not None and layout.length != length:
+                raise ValueError(
+                    f"the layout has {layout.length} tokens, the batch {length}: pass attend.layout({length})"
+                )
+            layout = over_all_ranks(self.method.layout(length) if layout is None else layout, self.method)
+            if labelled is None:
+                count = torch.tensor(rows.label_count, device=ids.device)
+                labelled = max(
+                    int(sum_over_axes(count, self._data_axes)), 1
+                )  # at least 1: without labels, the loss is 0
+            batch_mask = AttentionMask(causal=True) if mask is None else mask
+            has_boundaries = documents is not None or position_ids is not None or attention_mask is not None
+            if has_boundaries and takes_documents(batch_mask):
+                # The rows' documents replace the mask's: they also separate runs of padding.
+                batch_mask = with_documents(replace(batch_mask, documents=None), rows.documents)
+            return ContextParallelBatch(
+                self,
+                self.method,
+                rows,
+                layout,
+                labelled,
+                batch_mask,
+                replaces_mask=mask is not None,
+                averaging=self._averaging,
+                axes=self.axes,
+                comparison=self.rows_check.newest,
+            )
 
     def loss(self, logits_or_share: Tensor, batch: ContextParallelBatch) -> Tensor:
         """Returns the mean loss over all labels of all ranks and data axes, the same bits on every rank.
@@ -198,10 +228,11 @@ class ContextParallel:
         Bytes sent: an `all_reduce` of one number on each axis, in forward and in backward.
 
         Raises:
-            ValueError: a batch that another `ContextParallel` sharded; logits whose [B, T] differs from the batch's; a
-                scalar loss that is not floating-point, or given before `batch.labelled` or `batch.inputs` was read:
-                without the number of labels it cannot be a share, but may be a mean over this rank's labels; logits
-                for a batch without labels.
+            ValueError: on every rank of the sequence, ranks sharded different rows. A batch that another
+                `ContextParallel` sharded; logits whose [B, T] differs from the batch's; a scalar loss that is not
+                floating-point, or given before `batch.labelled` or `batch.inputs` was read: without the number of
+                labels it cannot be a share, but may be a mean over this rank's labels; logits for a batch without
+                labels.
                 On every rank, before the sum: FSDP2 or DDP averages the gradient of a parameter over other ranks than
                 those of `axes`, without `set_gradient_divide_factor`, `set_all_reduce_hook` or a communication hook; or
                 beside parameters under FSDP2, another one is trained that is not, without a hook of its own. Ranks
@@ -209,6 +240,7 @@ class ContextParallel:
                 attention or with compiled attention, FSDP1, and of a model that was not prepared, DDP or parameters
                 inside reentrant checkpoints.
         """
+        self.rows_check.check()
         if logits_or_share is None:  # pyright: ignore[reportUnnecessaryComparison]
             raise ValueError(
                 "logits_or_share is a NoneType: models that do not predict the next token return no loss for "
@@ -250,8 +282,10 @@ class ContextParallel:
         Bytes sent: an `all_reduce` of each gradient, and of one integer per parameter, on each axis.
 
         Raises:
-            ValueError: the model is under DDP, FSDP2 or tensor parallelism, which reduce gradients themselves.
+            ValueError: the model is under DDP, FSDP2 or tensor parallelism, which reduce gradients themselves; ranks
+                sharded different rows.
         """
+        self.rows_check.check()
         in_ddp = any(isinstance(module, DistributedDataParallel) for module in model.modules())
         if in_ddp or any(compat.is_dtensor(p) for p in model.parameters()):
             raise ValueError(
@@ -288,7 +322,8 @@ class ContextParallel:
         if batch.owner is not self:
             raise ValueError("batch is one that this ContextParallel did not shard: cp.shard(ids)")
         tokens = {"ids": batch.ids, "labels": batch.labels, "position_ids": batch.position_ids}
-        return observe_shard(model, self.method, batch.layout, **tokens, labelled=batch.total_labelled)
+        rows = None if batch.comparison is None else tuple(batch.comparison.digests.tolist())
+        return observe_shard(model, self.method, batch.layout, **tokens, labelled=batch.total_labelled, rows=rows)
 
     def count_positions_as(self, model: nn.Module, padding_idx: int | None) -> None:
         """Sets `padding_idx` for a model that is prepared; functions of `PREPARERS` call it.
@@ -321,7 +356,9 @@ class ContextParallel:
 
         Raises:
             ValueError: no installed package prepares models of this library, or the model cannot be sharded; it counts
-                position ids from another number than a model prepared before (RoBERTa beside others).
+                position ids from another number than a model prepared before (RoBERTa beside others). In forward, the
+                model is training with a probability above 0 by which it drops whole layers or rows (`layerdrop`,
+                `drop_path`).
         """
         # A user's subclass is recognized by its base class in transformers or diffusers.
         libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}
@@ -336,6 +373,8 @@ class ContextParallel:
             )
         preparer.load()(model, self, **options)
         self._averaging.models.add(model)
+        if self.ranks > 1:
+            model.register_forward_pre_hook(SharedDraws(model).refuse)
         return model
 
 

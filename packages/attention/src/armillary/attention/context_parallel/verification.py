@@ -25,6 +25,7 @@ def observe_shard(
     labels: Tensor,
     position_ids: Tensor,
     labelled: int | None = None,
+    rows: tuple[int, ...] | None = None,
 ) -> Any:
     """Returns a context manager, `armillary.check.Proof`, around a step of this rank's shard, which can `probe` too.
 
@@ -33,6 +34,7 @@ def observe_shard(
         ids, labels: [B, T]; labels are shifted.
         position_ids: [B or 1, T].
         labelled: number of labels that the loss is averaged over; by default those of the rows.
+        rows: digests of the whole rows; None if this rank has read its own tokens alone.
 
     Raises:
         ValueError: armillary-check is not installed.
@@ -51,5 +53,6 @@ def observe_shard(
         positions=layout.positions(method.shard),
         length=layout.length,
         labelled=labelled,
+        rows=rows,
         peers=sorted(AveragingCheck(method_axes(method), None).ranks),
     )
