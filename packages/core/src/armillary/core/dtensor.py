@@ -78,6 +78,16 @@ def chunk_sizes(length: int, *ranks: int) -> tuple[int, ...]:
     return sizes
 
 
+def contiguous_layout(x: DTensor | Placed, axes: Sequence[Axis], dim: int = 1) -> SequenceLayout:
+    """Returns the layout that the placements of `x` say: the axes cut its tokens in sequence order, outermost first.
+
+    Raises:
+        ValueError: fewer chunks than ranks.
+    """
+    sizes = chunk_sizes(int(x.shape[dim]), *[axis.size for axis in axes])
+    return SequenceLayout([[range(start, stop)] for start, stop in pairwise(accumulate(sizes, initial=0))])
+
+
 def local_length(x: DTensor | Placed, dim: int, mesh_dims: Iterable[int]) -> int:
     length = x.shape[dim]
     for mesh_dim in mesh_dims:

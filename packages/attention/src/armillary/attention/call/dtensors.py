@@ -38,8 +38,9 @@ def attend_dtensors(
 
     Placements: `Shard(1)` on the axes of the method, in the mesh's order. So rank r * U + u of `ring x ulysses` has
     chunk r * U + u of the tokens, which is shard r * U + u of the layout: a DTensor has its tokens in the order of the
-    layout's shards. On other axes heads may be `Shard(2)` (tp), if the axis divides H and K, and the batch `Shard(0)`.
-    The gradients of q, k and v are placed like them.
+    layout's shards. Without a layout, this is sequence order, as `distribute_tensor` places tokens. On other axes heads
+    may be `Shard(2)` (tp), if the axis divides H and K, and the batch `Shard(0)`. The gradients of q, k and v are
+    placed like them.
 
     Args:
         sinks: a local tensor [H] or [n, H] of this rank's heads; or a DTensor of all heads, `Shard` of its last dim on
@@ -50,7 +51,8 @@ def attend_dtensors(
             k and latents v, which have no heads, are then `Replicate` where heads are sharded, and their gradients
             `Partial` there.
         options: if each row has its own documents, the mask has those of this rank's rows. Shards of layouts must have
-            the sizes of DTensor's chunks, the first of which have ceil(N / P) tokens.
+            the sizes of DTensor's chunks, the first of which have ceil(N / P) tokens. No check can tell whether the
+            tensors are in the order of a layout: `distribute_sequence` places them so, `distribute_tensor` does not.
 
     Returns:
         out [B, N, H, Dv], placed like q; with `return_lse` also lse [B, N, H], placed like q. Detach lse before it
@@ -64,6 +66,7 @@ def attend_dtensors(
             communication.
     """
     qkv = dtensor.check_kinds({"q": q, "k": k, "v": v}, {"sinks": sinks, "expansion": expansion})
+    options = _with_contiguous_layouts(method, options, qkv["q"], qkv["k"])
     _check_placements(method, qkv | _dtensors_of({"sinks": sinks, "expansion": expansion}), options, expansion)
     placed_q = qkv["q"]
     axes = dtensor.sharding_axes(placed_q)
@@ -101,6 +104,7 @@ def project_dtensors(
             communication.
     """
     hidden = dtensor.check_kinds({"x": x}, {"sinks": sinks})["x"]
+    options = _with_contiguous_layouts(method, options, hidden, hidden)
     parameters = _dtensors_of({f"parameter {i}": parameter for i, parameter in enumerate(projections.parameters())})
     _check_placements(method, {"x": hidden} | _dtensors_of({"sinks": sinks}) | parameters, options)
     heads = _projected_heads(hidden, parameters.values())
@@ -118,6 +122,19 @@ def project_dtensors(
     ]
     shape = (*x.shape[:2], out.shape[2] * prod(head_ranks), out.shape[3])
     return dtensor.result_like(hidden, out, shape, dict(enumerate(heads.placements)))
+
+
+def _with_contiguous_layouts(
+    method: AttentionMethod, options: AttentionOptions, q: DTensor, k: DTensor
+) -> AttentionOptions:
+    """Returns the options with the layouts that the placements of q and k say, if there is no layout."""
+    axes = [axis for axis in method.axes if axis.size > 1]
+    if options.layout is not None or not axes or q.ndim < 2 or k.ndim < 2:
+        return options
+    key_layout = options.key_layout
+    if key_layout is None and k.shape[1] != q.shape[1]:
+        key_layout = dtensor.contiguous_layout(k, axes)
+    return options._replace(layout=dtensor.contiguous_layout(q, axes), key_layout=key_layout)
 
 
 def _dtensors_of(tensors: Mapping[str, Tensor | None]) -> dict[str, DTensor]:
