@@ -1,6 +1,7 @@
 """`ContextParallel` in a training loop: losses and gradients equal one rank's, under each wrapper."""
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -464,3 +466,32 @@ def test_tensor_parallelism_beside_fsdp2_is_right_and_checked_once(worlds):
     for error, later_lookups in worlds(RANKS).run(errors_under_tensor_parallelism):
         assert error < 1e-10
         assert later_lookups == 0
+
+
+def compiled_blocks(sizes: dict[str, int], recompute: bool) -> tuple[int, list[float]]:
+    """Graphs of a block compiled with fullgraph, over five steps with other documents, and errors against eager."""
+    cp, length, errors = ContextParallel("ring" if "ulysses" not in sizes else "usp", mesh(**sizes)), 26, list[float]()
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    block, compiled = (Block().double() for _ in range(2))
+    compiled.load_state_dict(block.state_dict())
+    compiled.compile(backend=graphs, fullgraph=True)
+    for step, cuts in enumerate(([], [20], [5, 9, 17], [7], [1, 2, 3, 24])):
+        ids = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(step))
+        with cp.shard(ids, documents=[0, *cuts, length]) as batch:
+            hidden, gradients = torch.randn(*batch.ids.shape, EMBED).double(), list[list[torch.Tensor]]()
+            for module in (compiled, block):
+                x = hidden.clone().requires_grad_()
+                call = partial(checkpoint, module, use_reentrant=False) if recompute else module
+                loss = call(x, batch.attend).square().sum()
+                gradients.append([loss.detach(), *torch.autograd.grad(loss, [x, *module.parameters()])])
+            errors += [relative_error(*pair) for pair in zip(*gradients, strict=True)]
+    return graphs.frame_count, errors
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("sizes", [{"ring": 2}, {"ulysses": 2}])
+def test_attend_in_compiled_blocks_is_as_in_eager_mode_with_one_recompile(worlds, sizes, recompute):
+    for graphs, errors in worlds(2).run(compiled_blocks, sizes, recompute):
+        assert graphs <= 2
+        assert max(errors) < 1e-12

@@ -176,6 +176,9 @@ class AttentionMethod(ABC):
     kernel: str | Kernel | None = None
     """Kernel, or its name, for calls without `kernel`; None: the preferred one of those that support the inputs."""
 
+    was_called: bool = False
+    """True once a call was checked, in eager mode or when a graph runs. A batch's `with` block resets it."""
+
     registered_id: int
     """Number under which a compiled graph finds the method (`armillary.core.graph_ops`)."""
     spec_cache: BoundedCache[tuple[tuple[Hashable, ...], AttentionOptions], AttentionSpec]

@@ -36,6 +36,8 @@ def check_call(
         weight: of the expansion, if k and v are rotary keys and latents.
     """
 
+    method.was_called = True
+
     def check() -> AttentionSpec:
         if weight is None:
             return _check_tensors_and_layout(method, q, k, v, sinks, options)
@@ -53,6 +55,8 @@ def check_projected_call(
     To learn dims and dtypes it projects one head (`one_token`). Equal calls share one spec if the projections have a
     `cache_key`.
     """
+
+    method.was_called = True
 
     def check() -> AttentionSpec:
         q, k, v = one_token(x, projections)

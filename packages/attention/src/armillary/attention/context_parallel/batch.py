@@ -376,7 +376,8 @@ class ContextParallelBatch:
         """Returns attention [B, T, H, Dv] of this rank's queries over the whole sequence, under this batch's mask.
 
         Pass `batch.attend` to the model as an argument: activation checkpointing then recomputes with this batch, even
-        after the next batch was sharded.
+        after the next batch was sharded. torch.compile traces it without a break; a graph does not notice that backward
+        recomputes with another batch, and its parameters are not seen by the check of DDP's averages.
 
         Args:
             q, k, v: local, [B, T, H, D], [B, T, K, D] and [B, T, K, Dv].
@@ -394,19 +395,24 @@ class ContextParallelBatch:
         """
         if layout is not None and layout != self.layout:
             raise ValueError(f"layout={layout}: the batch was sharded by {self.layout}")
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():  # a graph sees neither the module nor the batch of the forward
+            q = self._mark(q)
+        layer_mask = self.mask if mask is None else with_documents(mask, self.mask.documents)
+        return self.method(q, k, v, mask=layer_mask, layout=self.layout, **options)
+
+    def _mark(self, q: Tensor) -> Tensor:
+        """Returns q, so that a recompute with another batch raises, and records DDP."""
+        if torch.is_grad_enabled():
             q = cast(Tensor, _BatchMark.apply(q, self._number))
         if not in_backward():
             self._attended = True
-            if not torch.compiler.is_compiling():  # a graph does not see the module
-                record_ddp(self.ddp_modules)
+            record_ddp(self.ddp_modules)
         elif not self._attended:
             raise ValueError(
                 "activation checkpointing recomputes attention with the attend of a batch that no forward has used: "
                 "pass batch.attend to the model as an argument, instead of keeping it where the next batch replaces it"
             )
-        layer_mask = self.mask if mask is None else with_documents(mask, self.mask.documents)
-        return self.method(q, k, v, mask=layer_mask, layout=self.layout, **options)
+        return q
 
     def __enter__(self) -> Self:
         if self._block is not None:
@@ -417,6 +423,7 @@ class ContextParallelBatch:
             block.enter_context(draws_of_rank(self._axes, self.ids.device))
             block.enter_context(sequence(layout=self.layout, padded=padded, **cast(Any, mask)))
             self._block = block.pop_all()
+        self.method.was_called = False
         context = current_sequence()
         assert context is not None
         context.ddp_modules, context.averaging = self.ddp_modules, self.averaging
@@ -424,8 +431,9 @@ class ContextParallelBatch:
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        block, self._block = self._block, None
-        assert block is not None
+        (block, self._block), context = (self._block, None), current_sequence()
+        assert block is not None and context is not None
+        context.used |= self.method.was_called  # by `attend`, perhaps in a compiled graph
         # After an error, such as that of a peer which has raised, only if it does not wait: a rank that failed may
         # never start its comparison.
         compared = self.comparison is not None and (raised[0] is None or self.comparison.complete)
