@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from armillary.attention import AttentionMask, ContextParallel, Local, Ring, Ulysses, sdpa_parallel
+from armillary.attention import AttentionMask, ContextParallel, Local, Ring, Ulysses, build_attention, sdpa_parallel
 from armillary.core import CommLedger, sum_gradients
 from armillary.core.internal import compat
 from armillary.core.testing import mesh, relative_error
@@ -466,6 +466,59 @@ def test_tensor_parallelism_beside_fsdp2_is_right_and_checked_once(worlds):
     for error, later_lookups in worlds(RANKS).run(errors_under_tensor_parallelism):
         assert error < 1e-10
         assert later_lookups == 0
+
+
+# -- conventions of other trainers -------------------------------------------------------------------------------------
+
+
+def step_on_one_axis(name: str, options: dict, gradients: str) -> tuple[float, list[torch.Tensor]]:
+    """A step on the axis "cp" beside "dp", with a loss of logits that were gathered, or of the script's own count."""
+    outer = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "cp"))
+    cp = ContextParallel(build_attention(name, outer["cp"], **options), outer)
+    model, (ids, labels, _) = new_model(), rows_of(Setup("none"), 0, 0)
+    batch = cp.shard(ids, labels, labelled=False)
+    logits = model(batch.ids, batch.position_ids, batch.attend)
+    count = label_count(labels, None)
+    if gradients == "own count":
+        share = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / count
+        loss = cp.loss(share, batch)
+        with pytest.raises(ValueError, match="labelled=False"):
+            cp.loss(logits, batch)
+    else:
+        whole, next_labels = batch.gather(logits, gradients=gradients), F.pad(labels[:, 1:], (0, 1), value=-100)
+        losses = F.cross_entropy(whole.flatten(0, 1), next_labels.flatten(), reduction="none") / count
+        mine = slice(cp.method.shard, None, RANKS) if gradients == "shares" else slice(None)
+        loss = losses[mine].sum()
+        loss = cp.loss(loss, batch) if gradients == "shares" else loss
+    loss.backward()
+    cp.reduce_gradients(model)
+    return float(loss.detach()), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "gradients"),
+    [
+        ("ring", {}, "own count"),
+        ("usp", {"ulysses": 2}, "replicated"),
+        ("upipe+token_ring", {"ulysses": 2}, "shares"),
+        ("ulysses", {}, "own count"),
+    ],
+)
+def test_one_axis_own_counts_and_gathered_logits_equal_one_rank(worlds, name, options, gradients):
+    expected, expected_gradients = expected_step(Setup("none"))
+    for loss, ranks_gradients in worlds(RANKS).run(step_on_one_axis, name, options, gradients):
+        assert abs(loss - expected) < 1e-12
+        for gradient, other in zip(ranks_gradients, expected_gradients, strict=True):
+            assert relative_error(gradient, other) < 1e-10
+
+
+def test_masks_of_positions_have_the_documents_of_packed_rows():
+    rows = torch.tensor([[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]])
+    mask = AttentionMask.from_positions(rows, window=(3, 0))
+    assert mask == AttentionMask(causal=True, window=(3, 0), documents=((0, 3, 5, 6), (0, 6)))
+    assert AttentionMask.from_positions(rows[0]).documents == (0, 3, 5, 6)
+    with pytest.raises(ValueError, match="position_ids"):
+        AttentionMask.from_positions(rows[0].float())
 
 
 def compiled_blocks(sizes: dict[str, int], recompute: bool) -> tuple[int, list[float]]:

@@ -30,7 +30,8 @@ from armillary.attention.plans.method_plan import HeadPlan, HeadStages, MethodPl
 from armillary.attention.plans.node_ring_plans import DoubleRingPlan, TokenRingOverNodesPlan
 from armillary.attention.plans.ring_plans import AllGatherPlan, LocalPlan, RingPlan, TokenRingPlan, WallFacerPlan
 from armillary.attention.tiling.latents import TokenSizes
-from armillary.core import SequenceLayout
+from armillary.core import Axis, SequenceLayout
+from armillary.core.internal import divide_axis
 
 
 class MethodOptions(NamedTuple):
@@ -53,8 +54,12 @@ def build_attention(
     team: int | None = None,
     placement: Placement = "collect_intra",
     backward: Backward = "auto",
+    ulysses: int | None = None,
 ) -> Method:
-    """Constructs the method `name` on the axes of `mesh` (from `build_mesh`).
+    """Constructs the method `name` on the axes of `mesh`: those of `build_mesh`, or one axis with any name.
+
+        build_attention("upipe+wallfacer", build_mesh("cuda", ring=4, ulysses=2))
+        build_attention("usp", mesh["cp"], ulysses=2)  # the one axis that another trainer has
 
     Args:
         name: "local"; on the sequence axis `ring`: "ring", "token_ring", "wallfacer" or "all_gather"; on the axes
@@ -66,12 +71,15 @@ def build_attention(
             takes the least memory.
         team, placement: arguments of WallFacer. By default the largest team that fits.
         backward: the side that rotates in backward of Ring and WallFacer.
+        ulysses: number of ranks on the head axis, if `mesh` is one axis that a head method and a sequence method
+            divide: its neighbouring ranks share tokens.
 
     Raises:
         ValueError: the name is unknown, an axis with more than one rank is not used, an option belongs to another
-            method or has a wrong value, or the mesh lacks `ulysses` or an axis of the method.
+            method or has a wrong value, or the mesh lacks `ulysses` or an axis of the method; `ulysses` that does not
+            divide the ranks of the one axis, is missing, or is given beside several axes.
     """
-    return named_method(name, MethodOptions(heads_per_stage, team, placement, backward)).build(mesh)
+    return named_method(name, MethodOptions(heads_per_stage, team, placement, backward)).build(mesh, ulysses)
 
 
 def build_comm_plan(
@@ -143,10 +151,14 @@ class NamedMethod:
             raise ValueError(f"nodes={nodes} must divide the {ring} ranks of ring")
         return {**axes, "ring": 1, "nodes": nodes, "devices": ring // nodes}
 
-    def build(self, mesh: DeviceMesh) -> Method:
+    def build(self, mesh: DeviceMesh, ulysses: int | None = None) -> Method:
         """Constructs the method on the axes of `mesh`, as `build_attention` does."""
         if not isinstance(mesh, DeviceMesh):  # pyright: ignore[reportUnnecessaryIsInstance] - untyped callers
             raise ValueError(f"mesh is a {type(mesh).__name__}; a DeviceMesh is needed, such as build_mesh makes")
+        if mesh.ndim == 1 and self.axes and "nodes" not in self.sequence.axes:
+            return self._build_on_one_axis(mesh, ulysses)
+        if ulysses is not None:
+            raise ValueError(f"ulysses={ulysses}: the mesh has axes {mesh.mesh_dim_names}; give {self.name} one axis")
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         if absent := [axis for axis in (*self.sequence.axes, "ulysses") if axis not in sizes]:
             raise ValueError(
@@ -161,6 +173,23 @@ class NamedMethod:
         if self.head is None:
             return inner
         return self.head.method(mesh["ulysses"], inner, **self.head.arguments(self.options, ulysses))
+
+    def _build_on_one_axis(self, mesh: DeviceMesh, ulysses: int | None) -> Method:
+        if self.head is None or self.sequence is LOCAL:
+            if ulysses not in (None, 1 if self.head is None else mesh.size()):
+                raise ValueError(f"ulysses={ulysses}: {self.name} runs on all {mesh.size()} ranks of the one axis")
+            if self.head is None:
+                return self.sequence.method(mesh, **self.sequence.arguments(self.options, mesh.size()))
+            return self.head.method(mesh, Local(), **self.head.arguments(self.options, mesh.size()))
+        if ulysses is None or ulysses < 1 or mesh.size() % ulysses:
+            raise ValueError(
+                f"ulysses={ulysses}: {self.name} divides the one axis of {mesh.size()} ranks; give the number of ranks "
+                f"on the head axis, a divisor of it, as in build_attention({self.name!r}, mesh, ulysses=2)"
+            )
+        sizes = {"ring": mesh.size() // ulysses, "ulysses": ulysses}
+        method = self.build(divide_axis(mesh, sizes))
+        method.flat_axis = Axis.of(mesh)
+        return method
 
     # -- plans --------------------------------------------------------------------------------------------------------
 

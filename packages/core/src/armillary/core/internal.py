@@ -53,7 +53,7 @@ from armillary.core.graph_ops import (
 )
 from armillary.core.layout import Side
 from armillary.core.ledger import KINDS, PHASES, phase
-from armillary.core.mesh import binds_device, check_axes
+from armillary.core.mesh import binds_device, check_axes, divide_axis
 from armillary.core.slices import (
     FAR,
     MISSING,

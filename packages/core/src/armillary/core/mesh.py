@@ -217,6 +217,26 @@ class Axis:
         return [self.ranks()] if self.mesh is None else compat.parallel_ranks(self.mesh)
 
 
+def divide_axis(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
+    """Returns a mesh of several axes, outermost first, over the ranks of a 1-D mesh in their order.
+
+    The first call creates process groups as `Axis.part` does: only the ranks of the mesh take part.
+
+    Args:
+        sizes: number of ranks on each new axis, by name.
+
+    Raises:
+        ValueError: sizes that do not multiply to the number of ranks; not a 1-D mesh.
+    """
+    whole = Axis.of(mesh)
+    check_axes(sizes, whole.size)
+    indices = torch.arange(whole.size).view(*sizes.values())
+    lines = [indices.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(sizes.values())]
+    groups = [whole.part(next(line for line in parallel if whole.rank in line)).group for parallel in lines]
+    ranks = torch.tensor(whole.ranks())[indices]
+    return DeviceMesh.from_group(groups, whole.device, mesh=ranks, mesh_dim_names=tuple(sizes))
+
+
 SubgroupKey = tuple[tuple[int, ...] | None, timedelta | None]
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[SubgroupKey, dist.ProcessGroup]] = WeakKeyDictionary()
 """Subgroups of each process group, by (ranks, time-out). Ranks None stands for a duplicate over all ranks of the group.

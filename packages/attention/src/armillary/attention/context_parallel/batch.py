@@ -8,26 +8,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import count, pairwise
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Literal, NamedTuple, Self, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 
-from armillary.attention.context_parallel.communication import AveragingCheck, gather_tokens, record_ddp
+from armillary.attention.context_parallel.communication import (
+    AveragingCheck,
+    gather_tokens,
+    method_axes,
+    record_ddp,
+    sum_over_axes,
+)
 from armillary.attention.context_parallel.random_numbers import draws_of_rank
 from armillary.attention.context_parallel.rank_comparison import RankComparison
 from armillary.attention.context_parallel.sdpa import in_backward, with_documents
 from armillary.attention.context_parallel.sequence import current_sequence, sequence
 from armillary.attention.mask import AttentionMask
-from armillary.attention.mask.attention_mask import Documents
+from armillary.attention.mask.attention_mask import Documents, documents_from_positions
 from armillary.attention.methods.base import Method
-from armillary.core import Axis, SequenceLayout
-from armillary.core.internal import check_tensor, integer
+from armillary.core import Axis, SequenceLayout, to_device
+from armillary.core.internal import check_choice, check_tensor, integer
 
 IGNORED = -100
 """Label of a token that the loss skips, as in cross_entropy and transformers."""
+
+
+GatherGradients = Literal["none", "replicated", "shares"]
+"""The gradient of a gathered tensor (`ContextParallelBatch.gather`)."""
 
 
 class Rows(NamedTuple):
@@ -97,7 +108,7 @@ def complete_rows(
     if position_ids is None:
         # Position ids count from the start of each document.
         counts = [torch.cat([torch.arange(end - start) for start, end in pairwise(ends)]) for ends in boundaries]
-        position_ids = torch.stack(counts).to(ids.device) + first_position
+        position_ids = to_device(torch.stack(counts), ids.device) + first_position
     output_labels = shift_labels
     if output_labels is None and shifts_labels:
         output_labels = _shift(ids if labels is None else labels, boundaries)
@@ -168,10 +179,9 @@ def documents_of_positions(position_ids: Tensor, attention_mask: Tensor | None) 
         ValueError: position ids that restart between visible tokens of an attention_mask. Packed rows are then most
             likely meant, which transformers would take for one document.
     """
-    length, steps = position_ids.shape[1], position_ids.diff(dim=1)
     if attention_mask is None:
-        rows = tuple((0, *(row.nonzero().flatten() + 1).tolist(), length) for row in (steps != 1).cpu())
-        return rows[0] if len(set(rows)) == 1 else rows
+        return documents_from_positions(position_ids)
+    length, steps = position_ids.shape[1], position_ids.diff(dim=1)
     visible = attention_mask != 0
     restarts = ((steps < 1) & visible[:, 1:] & visible[:, :-1]).nonzero()
     if len(restarts):
@@ -255,7 +265,8 @@ class ContextParallelBatch:
         mask: mask of `attend`; with the documents, unless it cannot have any.
         ddp_modules: DDP modules in whose forward the batch was attended.
         averaging: the owner's check of FSDP2 and DDP.
-        total_labelled: as `labelled`, without setting `label_count_read`.
+        total_labelled: as `labelled`, without setting `label_count_read`; None if the caller counts labels.
+        axes: the axes of the method and of the data, over which losses are summed.
         comparison: of the batch's rows between the ranks of the sequence; None if they are not compared.
         label_count_read: True once `labelled`, or `inputs` with it, was read, so that a scalar loss can be a share.
     """
@@ -270,8 +281,9 @@ class ContextParallelBatch:
     documents: Documents
     layout: SequenceLayout
     mask: AttentionMask
-    total_labelled: int
+    total_labelled: int | None
     label_count_read: bool
+    axes: Sequence[Axis]
     comparison: RankComparison | None
 
     def __init__(
@@ -280,7 +292,7 @@ class ContextParallelBatch:
         method: Method,
         rows: Rows,
         layout: SequenceLayout,
-        labelled: int,
+        labelled: int | None,
         mask: AttentionMask,
         replaces_mask: bool,
         averaging: AveragingCheck,
@@ -294,21 +306,27 @@ class ContextParallelBatch:
         self.attention_mask = None if rows.attention_mask is None else self.take(rows.attention_mask)
         self.documents, self._inferred = rows.documents, rows.inferred
         self._replaces_mask = replaces_mask  # True: inside `with batch`, `mask` replaces the model's own mask
-        self._axes, self.comparison = axes, comparison
+        self.axes, self.comparison = axes, comparison
         self._block: ExitStack | None = None  # the contexts of `with batch`
         self._number = next(_NUMBERS)  # 1, 2, ...: tells batches apart when backward recomputes attention
         self._attended = False  # True after the first call of `attend` in a forward
         self.ddp_modules: set[DistributedDataParallel] = set()
         self.averaging = averaging
-        self.total_labelled, self.label_count_read = labelled, False
+        # A caller who counts labels gives shares of its own.
+        self.total_labelled, self.label_count_read = labelled, labelled is None
 
     @property
     def labelled(self) -> int:
         """Number of labels, over all ranks, by which the loss divides the sum over all ranks.
 
         The sum of losses over this rank's labels, divided by it, is a share that `cp.loss` takes.
+
+        Raises:
+            ValueError: `shard` was called with labelled=False.
         """
         self.label_count_read = True
+        if self.total_labelled is None:
+            raise ValueError("labelled=False: the labels of this batch were not counted; divide by your own count")
         return self.total_labelled
 
     @property
@@ -316,6 +334,7 @@ class ContextParallelBatch:
         """Arguments of a model of transformers. `cp.loss` takes the loss that the model returns for them.
 
         Without labels, if the batch has none or the model does not predict the next token: give `cp.loss` its logits.
+        Without `num_items_in_batch`, if `shard` was called with labelled=False: pass your own count.
         """
         inputs: dict[str, Any] = {"input_ids": self.ids, "position_ids": self.position_ids}
         if self.attention_mask is not None:
@@ -323,7 +342,9 @@ class ContextParallelBatch:
         # transformers computes a loss if `labels` are given; it uses `shift_labels` as they are, and divides the sum of
         # losses by `num_items_in_batch`. Losses of other kinds are means over the labels given, those of one shard.
         if self._shifts_labels:
-            inputs |= {"labels": self.labels, "shift_labels": self.labels, "num_items_in_batch": self.labelled}
+            inputs |= {"labels": self.labels, "shift_labels": self.labels}
+            if self.total_labelled is not None:
+                inputs["num_items_in_batch"] = self.labelled
         return inputs
 
     def share_of(self, logits: Tensor) -> Tensor:
@@ -333,7 +354,7 @@ class ContextParallelBatch:
             logits: [B, T, V], of the batch's tokens.
 
         Raises:
-            ValueError: the batch has no labels.
+            ValueError: the batch has no labels, or they were not counted.
         """
         if not self.has_labels:
             raise ValueError(
@@ -344,24 +365,35 @@ class ContextParallelBatch:
         flat = logits.flatten(0, 1)
         sum_dtype = torch.promote_types(flat.dtype, torch.float32)
         total = F.cross_entropy(flat.to(sum_dtype), self.labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        return total / self.total_labelled
+        return total / self.labelled
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """Returns this rank's tokens of a tensor of the whole sequence: [B, N, ...] -> [B, T, ...]."""
         return self.layout.take(x, self.method.shard, dim)
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Gathers tensors of shards, such as logits, in sequence order: [B, T, ...] -> [B, N, ...], without a gradient.
+    def gather(self, x: Tensor, *, gradients: GatherGradients = "none") -> Tensor:
+        """Gathers tensors of shards, such as logits, in sequence order: [B, T, ...] -> [B, N, ...].
 
         Every rank of the sequence must call `gather`, and gets the whole tensor.
 
+        Args:
+            gradients: "none": the result has no gradient. "replicated": every rank computes the same loss from the
+                result, and calls its backward; a rank's gradient is that of its own tokens, times the ranks of the
+                sequence, so that the average of FSDP2, DDP or `cp.reduce_gradients` is the gradient of the loss (with
+                data axes, of the mean over groups). "shares": each rank computes another share of a loss, which
+                `cp.loss` sums; the gradients of all ranks are summed in backward, and the average of `cp.ranks` ranks
+                is again the gradient of the loss.
+
         Bytes sent by a method on one axis, kind "all_gather", to each other rank: those of `x` padded to the longest
-        shard, and 16.
+        shard, and 16. For "shares", in backward an all-reduce of the gradient of the whole tensor on each axis.
 
         Raises:
-            ValueError: x has another number of tokens than the batch.
+            ValueError: x has another number of tokens than the batch; another `gradients`.
         """
-        return gather_tokens(x, self.method, self.layout)
+        check_choice("gradients", gradients, get_args(GatherGradients))
+        if gradients == "none":
+            return gather_tokens(x, self.method, self.layout)
+        return cast(Tensor, _Gather.apply(x, self, gradients))
 
     def attend(
         self,
@@ -420,7 +452,7 @@ class ContextParallelBatch:
         padded = self.attention_mask is not None
         mask = {"mask": self.mask} if self._replaces_mask else {"documents": self.documents}
         with ExitStack() as block:
-            block.enter_context(draws_of_rank(self._axes, self.ids.device))
+            block.enter_context(draws_of_rank(self.axes, self.ids.device))
             block.enter_context(sequence(layout=self.layout, padded=padded, **cast(Any, mask)))
             self._block = block.pop_all()
         self.method.was_called = False
@@ -442,6 +474,23 @@ class ContextParallelBatch:
         finally:
             if self.comparison is not None and compared:
                 self.comparison.check()
+
+
+class _Gather(torch.autograd.Function):
+    """`ContextParallelBatch.gather` with a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, batch: ContextParallelBatch, gradients: GatherGradients) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.batch, ctx.gradients = batch, gradients
+        return gather_tokens(x, batch.method, batch.layout)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gradient,), batch = grads, ctx.batch
+        if ctx.gradients == "shares":
+            return batch.take(sum_over_axes(gradient, method_axes(batch.method))), None, None
+        return batch.take(gradient) * batch.method.shards, None, None
 
 
 class _BatchMark(torch.autograd.Function):

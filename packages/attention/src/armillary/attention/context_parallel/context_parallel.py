@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import entry_points
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,8 @@ class ContextParallel:
 
     Args:
         method: the attention method, or its name (`build_attention`).
-        mesh: a mesh with the axes of the method, such as `build_mesh` returns. Not needed if `method` is a `Method` and
-            `data` is empty.
+        mesh: a mesh with the axes of the method, such as `build_mesh` returns, or one axis with any name
+            (`build_attention`). Not needed if `method` is a `Method` and `data` is empty.
         data: names of the mesh axes whose ranks have different rows.
 
     Attributes:
@@ -107,7 +107,7 @@ class ContextParallel:
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         shift_labels: Tensor | None = None,
-        labelled: int | None = None,
+        labelled: int | Literal[False] | None = None,
     ) -> ContextParallelBatch:
         """Shards whole rows: returns this rank's tokens with their position ids and shifted labels.
 
@@ -137,7 +137,8 @@ class ContextParallel:
                 of the token itself for a masked language model.
             labelled: number of labels that the loss is averaged over; by default the labels of this batch on all data
                 axes. For several micro-batches, give the number of labels in all of them. A batch without labels has
-                loss 0.
+                loss 0. False: the caller counts labels and gives `loss` its own shares; nothing is counted, and the
+                host does not wait for a GPU.
 
         Bytes sent: an `all_gather` of 80 bytes over the ranks of the sequence, on one axis after another; an all-reduce
         of one integer on each data axis, if `labelled` is not given. Every rank must call `shard`.
@@ -168,7 +169,7 @@ class ContextParallel:
         # First of all: a rank that raises for another reason takes part, so that the others do not wait for it.
         with self.rows_check.comparing(arguments):
             check_layout("layout", layout)
-            if labelled is not None:
+            if labelled is not None and labelled is not False:
                 integer("labelled", labelled, minimum=1)
             if mask is not None:  # raises if the mask's documents differ from the given ones
                 documents = with_documents(mask, AttentionMask(documents=documents).documents).documents or documents
@@ -206,7 +207,7 @@ class ContextParallel:
                 self.method,
                 rows,
                 layout,
-                labelled,
+                None if labelled is False else labelled,
                 batch_mask,
                 replaces_mask=mask is not None,
                 averaging=self._averaging,

@@ -38,6 +38,7 @@ from armillary.core.internal import (
     Window,
     band,
     check_bool,
+    check_tensor,
     count_pairs,
     document_slices,
     documents_of,
@@ -139,6 +140,27 @@ class AttentionMask:
             ValueError: a value that is not a slice; two slices that share a pair, with both slices and the pair.
         """
         return cls(causal=False, pattern=SliceList(slices))
+
+    @classmethod
+    def from_positions(
+        cls, position_ids: Tensor, causal: bool = True, window: Sequence[int | None] | None = None
+    ) -> AttentionMask:
+        """Packed documents, each of which begins where a position is not the previous one plus 1, as in transformers.
+
+        Args:
+            position_ids: [N], or [B or 1, N], of whole rows. The host waits for them.
+
+        Raises:
+            ValueError: position ids of another shape, or no integers.
+        """
+        check_tensor("position_ids", position_ids)
+        rows = position_ids[None] if position_ids.ndim == 1 else position_ids
+        if rows.ndim != 2 or not rows.numel() or rows.is_floating_point() or rows.is_complex():
+            shape = tuple(position_ids.shape)
+            raise ValueError(
+                f"position_ids {shape} {position_ids.dtype}: integers [N] or [B, N] of whole rows are needed"
+            )
+        return cls(causal=causal, window=window, documents=documents_from_positions(rows))
 
     @classmethod
     def tree(
@@ -482,6 +504,13 @@ class Content:
     def hash(self) -> int:
         # Unlike Python's hash of bytes, it is equal in every process.
         return 0 if self.numbers is None else crc32(self.numbers.numpy().tobytes())
+
+
+def documents_from_positions(position_ids: Tensor) -> Documents:
+    """Returns the boundaries at which positions [B, N] are not the previous ones plus 1; once if rows are alike."""
+    length, starts = position_ids.shape[1], (position_ids.diff(dim=1) != 1).cpu()
+    rows = tuple((0, *(row.nonzero().flatten() + 1).tolist(), length) for row in starts)
+    return rows[0] if len(set(rows)) == 1 else rows
 
 
 def _encode_content(documents: Documents | None, pattern: Pattern | None) -> Integers:
