@@ -120,6 +120,17 @@ VARIANTS = {
     ),
     "layers of an image": (qwen, {"use_layer3d_rope": True}, dict),
     "no mask": (qwen, {}, lambda: {"encoder_hidden_states_mask": None}),
+    "less text than ranks": (
+        qwen,
+        {},
+        lambda: {"encoder_hidden_states": draw(2, 1, TEXT), "encoder_hidden_states_mask": None},
+    ),
+    "less text than ranks, masked in one row": (
+        qwen,
+        {},
+        lambda: {"encoder_hidden_states": draw(2, 1, TEXT), "encoder_hidden_states_mask": torch.tensor([[0], [1]])},
+    ),
+    "no text": (flux, {}, lambda: {"encoder_hidden_states": draw(2, 0, TEXT), "txt_ids": torch.zeros(0, 3)}),
     "no text is seen": (qwen, {}, lambda: {"encoder_hidden_states_mask": torch.zeros(2, 9)}),
 }
 

@@ -59,7 +59,7 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
 
     Flux and SD3 attend to image and text together; Qwen-Image leaves padding of the text out
     (`encoder_hidden_states_mask`, ones and then zeros); Wan attends to the tokens of the video, and each rank has all
-    keys of the text (and of a first image). Any number of tokens is accepted; an image needs at least one per rank.
+    keys of the text (and of a first image). A text may have any number of tokens; an image needs at least one per rank.
 
     Gradient checkpointing is the model's own, `model.enable_gradient_checkpointing()`. Add adapters (LoRA) before,
     FSDP2 and torch.compile after. The method chooses kernels: do not use diffusers' attention backends or its own

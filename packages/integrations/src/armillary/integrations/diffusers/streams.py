@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils import _pytree as pytree
 
 from armillary.attention import AttentionMask, Method
@@ -158,24 +159,30 @@ class Streams:
             raise ValueError(f"{image} tokens of the image on {method.shards} ranks: each needs at least one")
         if text_mask is not None and text_mask.shape[-1] != text:
             raise ValueError(f"a mask {tuple(text_mask.shape)} for {text} tokens of the text: lengths must be equal")
-        # 1. The tokens of each stream on this rank, and the number of the image's tokens on each rank.
+        # 1. The tokens of each stream on this rank, and the number of the image's tokens on each rank. Layers of some
+        # models fail on no tokens (a reshape whose -1 is ambiguous), so a text with fewer tokens than ranks is padded.
         self.method, self.lengths = method, {"image": image, "text": text}
-        pieces = cut_streams(image, text, method.shards)
+        self.padded_lengths = {"image": image, "text": max(text, method.shards)}
+        pieces = cut_streams(*self.padded_lengths.values(), method.shards)
         self.image_sizes = [len(piece) for piece in pieces["image"]]
         self.local_pieces = {stream: ranks[method.shard] for stream, ranks in pieces.items()}
         # 2. For each order of the streams, layout and documents of one sequence.
-        visible = None if text_mask is None else visible_text(text_mask)
+        visible = [text] if text_mask is None else visible_text(text_mask)
         self.contexts = {order: self._context(order, visible) for order in orders}
 
-    def _context(self, order: tuple[str, ...], visible: list[int] | None) -> SequenceContext:
-        """Returns layout and documents of the streams in `order` as one sequence; `visible` is of `visible_text`."""
-        image, text = self.lengths["image"], self.lengths["text"] if "text" in order else 0
+    def _context(self, order: tuple[str, ...], visible: list[int]) -> SequenceContext:
+        """Returns layout and documents of the streams in `order` as one sequence.
+
+        Args:
+            visible: number of visible tokens of the text in each row, or in all rows.
+        """
+        image, text = self.padded_lengths["image"], self.padded_lengths["text"] if "text" in order else 0
         layout = joint_layout(image, text, order, self.method.shards)
-        if visible is None or not text:
+        if not text or min(visible) == text:
             return SequenceContext(layout)
         # Text has the last positions, so that its padding is one more document at the end, which no other token sees.
         rows = [(0, image + count, image + text) if count < text else (0, image + text) for count in visible]
-        return SequenceContext(layout, AttentionMask(documents=rows).documents)
+        return SequenceContext(layout, AttentionMask(documents=rows if len(rows) > 1 else rows[0]).documents)
 
     def take(self, split: Split, value: Any) -> Any:
         """Returns this rank's piece of a whole tensor, or of each tensor in a nested value."""
@@ -189,6 +196,8 @@ class Streams:
                 f"a tensor {tuple(x.shape)} with {x.shape[split.dim]} tokens of the {split.stream}, which has "
                 f"{self.lengths[split.stream]}: tensors must be whole on every rank"
             )
+        if padding := self.padded_lengths[split.stream] - x.shape[split.dim]:
+            x = pad(x.movedim(split.dim, -1), (0, padding)).movedim(-1, split.dim)
         piece = self.local_pieces[split.stream]
         return x.narrow(split.dim, piece.start, len(piece)).clone()  # a view would keep the whole tensor alive
 
@@ -215,7 +224,7 @@ class Streams:
 
 @lru_cache(maxsize=256)
 def cut_streams(image: int, text: int, shards: int) -> dict[str, list[range]]:
-    """Returns each rank's tokens of image and text. A rank may have no text."""
+    """Returns each rank's tokens of image and text, at least one of a stream that has `shards` or more tokens."""
     # The image is cut evenly, and each rank gets as much text as makes its total that of an even cut of all tokens.
     # Totals differ by at most one, and a head axis divides a sequence into the same sizes.
     image_pieces = cut(range(image), shards)
@@ -234,8 +243,8 @@ def joint_layout(image: int, text: int, order: tuple[str, ...], shards: int) -> 
     return SequenceLayout([[range(offset + run.start, offset + run.stop) for offset, run in shard] for shard in runs])
 
 
-def visible_text(mask: Tensor) -> list[int] | None:
-    """Returns the number of visible tokens in each row of a mask [B, N]; None if all tokens are visible."""
+def visible_text(mask: Tensor) -> list[int]:
+    """Returns the number of visible tokens in each row of a mask [B, N]."""
     visible = mask.bool()
     counts = visible.long().sum(-1)
     leading = torch.arange(mask.shape[-1], device=mask.device) < counts[:, None]
@@ -244,7 +253,7 @@ def visible_text(mask: Tensor) -> list[int] | None:
             f"a mask {tuple(mask.shape)} that hides text before text that is visible: pad on the right, so that each "
             "row is ones and then zeros"
         )
-    return None if bool(visible.all()) else counts.tolist()
+    return counts.tolist()
 
 
 class ForwardState:
