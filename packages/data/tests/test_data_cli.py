@@ -73,19 +73,23 @@ def test_values_of_a_header_are_printed_without_control_characters(tmp_path, cap
 
 def test_prepare_prints_counts_of_stored_and_omitted_documents(tmp_path, capsys):
     lines = b'{"text": "caf\xc3\xa9"}\n{"text": ""}\n{"text": brok}\n{"text": "b"}\n'
-    broken = lines.index(b'{"text": brok')
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_bytes(lines)
     (tmp_path / "in" / "picture").write_bytes(b"\0")
+    (tmp_path / "in" / "utf-16.txt").write_bytes("text".encode("utf-16"))
+    (tmp_path / "in" / "nothing.txt").touch()
+    (tmp_path / "in" / ".git").mkdir()
     main(["prepare", str(tmp_path / "in"), "--output", str(tmp_path / "store"), "--invalid", "skip", "--workers", "1"])
     out, err = capsys.readouterr()
     assert out.splitlines() == [
-        "1 documents without text were left out",
-        "1 binary files were left out",
-        f"1 documents were skipped as broken; the first is a.jsonl:byte {broken}",
+        "2 files and folders were not read; the first is .git, since it is hidden",
+        "1 documents without text were left out; the first is a.jsonl:line 2",
+        "2 binary files were left out; the first is picture: taken as binary, since it has a zero byte, the first at "
+        "byte 0",
+        "1 documents were skipped as broken; the first is a.jsonl:line 3",
         f"{tmp_path / 'store'}: 2 documents, 8 tokens of uint16",
     ]
-    assert err.splitlines()[-1] == f"encoding: 100% of {len(lines) + 1} bytes 8 tokens"
+    assert err.splitlines()[-1] == f"encoding: 100% of {len(lines) + 11} bytes 8 tokens"
     assert "\x1b" not in out + err
 
 

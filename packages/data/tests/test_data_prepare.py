@@ -230,8 +230,9 @@ def test_invalid_utf8_is_replaced_skipped_or_refused(tmp_path, definition):
     assert [decode(tokens) for tokens in tokens_of(tmp_path / "skipped")[0]] == ["fine", "漢"]
     assert (skipped["documents"], skipped["skipped"], skipped["first_skipped"]) == (2, 2, "b")
 
-    with pytest.raises(ValueError, match=r"^b: .*--invalid skip"):
-        prepare_header(source, output=tmp_path / "refused", invalid="refuse", **options)
+    for tokenizer in ("bytes", options.pop("tokenizer")):
+        with pytest.raises(ValueError, match=r"^b: .*--invalid skip"):
+            prepare_header(source, output=tmp_path / "refused", invalid="refuse", tokenizer=tokenizer, **options)
 
 
 @pytest.mark.parametrize("invalid", ["refuse", "replace"])
@@ -239,8 +240,7 @@ def test_broken_line_is_refused_by_its_byte_and_can_be_fixed(tmp_path, invalid):
     lines = [b'{"text": "first document"}\n', b'{"text": "second"}\n', b'{"text": brok}\n', b'{"text": "last"}\n']
     path = write_files(tmp_path, **{"a.jsonl": b"".join(lines)}) / "a.jsonl"
     options = {"output": tmp_path / "store", "chunk_bytes": 20, "invalid": invalid}
-    place = len(lines[0]) + len(lines[1])
-    message = rf"^a\.jsonl:byte {place}: .*--invalid skip"
+    message = r"^a\.jsonl:line 3: .*--invalid skip"
     with pytest.raises(ValueError, match=message):
         prepare_header(path, **options)
     assert os.listdir(tmp_path) == ["a.jsonl"]
@@ -255,7 +255,7 @@ def test_broken_lines_and_null_fields_are_skipped_and_counted(tmp_path):
     actual = prepare_header(path, output=tmp_path / "store", invalid="skip", chunk_bytes=7).summary
     assert texts_of(tmp_path / "store") == [b"a", b"b"]
     assert (actual["documents"], actual["skipped"], actual["empty"]) == (2, 4, 1)
-    assert actual["first_skipped"] == "a.jsonl:byte 14"
+    assert (actual["first_skipped"], actual["first_empty"]) == ("a.jsonl:line 2", "a.jsonl:line 6")
 
 
 def test_a_giant_document_is_refused_or_skipped_unless_tokens_are_bytes(tmp_path, definition, monkeypatch):
@@ -263,7 +263,7 @@ def test_a_giant_document_is_refused_or_skipped_unless_tokens_are_bytes(tmp_path
     (tmp_path / "given.json").write_bytes(definition)
     lines = write_jsonl(tmp_path / "a.jsonl", ["one", "x" * 41])
     options = {"tokenizer": str(tmp_path / "given.json"), "output": tmp_path / "store"}
-    with pytest.raises(ValueError, match=r"^a\.jsonl:byte 16: .*41 bytes.* 40 .*--invalid skip"):
+    with pytest.raises(ValueError, match=r"^a\.jsonl:line 2: .*41 bytes.* 40 .*--invalid skip"):
         prepare_header(lines, **options)
     assert prepare_header(lines, **options, invalid="skip").summary["skipped"] == 1
     assert prepare_header(lines, output=tmp_path / "bytes").documents == 2

@@ -202,7 +202,7 @@ def test_a_killed_worker_raises_and_leaves_nothing(lines, reference, tmp_path):
 def test_worker_error_has_the_workers_traceback(lines, tmp_path):
     with lines.open("a") as file:
         file.write(BROKEN)
-    with pytest.raises(ValueError, match=r"a\.jsonl:byte \d+: ") as caught:
+    with pytest.raises(ValueError, match=r"a\.jsonl:line \d+: ") as caught:
         prepare(planned(lines, tmp_path / "store"), 2)
     assert "in _batches" in str(caught.value.__cause__)
     assert not (tmp_path / "store.lock").exists()

@@ -114,6 +114,17 @@ def test_records_are_named_by_their_first_byte_and_a_byte_order_mark_is_ignored(
     assert read(tmp_path, size=size) == [Document("x.ndjson:byte 0", b"a"), Document("x.ndjson:byte 19", b"b")]
 
 
+@pytest.mark.parametrize("write", [json.dumps, lambda rows: json.dumps(rows, indent=1), None])
+def test_records_of_a_json_file_are_documents(tmp_path, write):
+    rows = [{"id": index, "text": text} for index, text in enumerate(TEXTS)]
+    text = "\n".join(map(json.dumps, rows)) if write is None else write(rows)
+    write_files(tmp_path, **{"b.json": text.encode(), "a.json": b'{"text":\n"one object is text"}'})
+    settings, *documents = read(tmp_path, size=1 if write else 40)
+    assert settings.text.startswith(b'{"text":')
+    assert texts_of(documents) == TEXTS
+    assert not write or documents[1].name == "b.json:record 1"
+
+
 def test_packed_jsonl_is_one_piece(tmp_path):
     path = tmp_path / "a.jsonl.gz"
     path.write_bytes(gzip.compress(write_jsonl(tmp_path / "plain.jsonl", TEXTS).read_bytes()))

@@ -209,8 +209,9 @@ LABELS = {
 def print_omissions(header: Header) -> None:
     """Prints a line for each reason why documents of the input were left out or changed."""
     sentences = {
-        "empty": "documents without text were left out",
-        "binary": "binary files were left out",
+        "unread": "files and folders were not read; the first is {first}",
+        "empty": "documents without text were left out; the first is {first}",
+        "binary": "binary files were left out; the first is {first}",
         "replaced": "documents are not valid UTF-8: U+FFFD replaces their invalid bytes; the first is {first}",
         "skipped": "documents were skipped as broken; the first is {first}",
     }

@@ -9,7 +9,7 @@ from armillary.data.errors import readable
 from armillary.data.formats.foreign import is_arrow, megatron_prefix, open_arrow, open_megatron
 from armillary.data.formats.store_folder import ON_EVERY_RANK, Header, is_folder, open_folder, partial_folder
 from armillary.data.store import TokenStore
-from armillary.data.text.corpus import binary, read_documents
+from armillary.data.text.corpus import binary, json_records, read_documents
 from armillary.data.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer, TwoWayTokenizer
 
 CONTAINERS = {".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", ".bin", ".idx"}
@@ -91,11 +91,11 @@ def open_tokens(path: Path, model_folder: Path | None = None) -> TokenStore:
                 f"`armillary-data prepare --tokenizer {model_folder}`"
             )
         return store
-    if path.suffix in CONTAINERS or (path / "tokens.bin").exists():
+    documents = [] if path.suffix in CONTAINERS or (path / "tokens.bin").exists() else read_documents(path)
+    if not documents or (path.suffix == ".json" and json_records(documents[0].text)):
         raise ValueError(
             f"{path} is no text to be read as it is; make a token store of it with `armillary-data prepare`"
         )
-    documents = read_documents(path)
     if path.is_file() and (reason := binary(documents[0].text)) is not None:
         raise ValueError(f"{path} is no text to be read as it is: {reason}")
     return TokenStore.of(documents, read_tokenizer(model_folder), str(path))

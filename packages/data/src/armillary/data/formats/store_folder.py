@@ -114,7 +114,7 @@ class Header:
         vocabulary = self.vocabulary
         counts: dict[str, Any] = {"tokens": self.tokens, "documents": self.documents}
         optional = {"vocabulary.size": vocabulary.size, "vocabulary.end_of_document": vocabulary.end_of_document}
-        for name in ("empty", "binary", "replaced", "skipped"):
+        for name in ("unread", "empty", "binary", "replaced", "skipped"):
             optional[f"summary.{name}"] = self.summary.get(name)
         counts |= {name: value for name, value in optional.items() if value is not None}
         for name, value in counts.items():

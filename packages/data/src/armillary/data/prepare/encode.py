@@ -22,7 +22,7 @@ import numpy as np
 
 from armillary.core.internal import read_file
 from armillary.data.formats.store_folder import TOKENIZER, TOKENIZER_CONFIG, Part
-from armillary.data.prepare.sources import InputChunk, Invalid, documents
+from armillary.data.prepare.sources import InputChunk, Invalid, documents, name_by_line
 from armillary.data.store import stable_hash, token_dtype
 from armillary.data.text.corpus import Document
 from armillary.data.text.tokenizer import ByteTokenizer, TextTokenizer, Tokenizer, decode_utf8
@@ -31,8 +31,8 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 OnInvalid = Literal["refuse", "replace", "skip"]
-"""Policy for text that is not UTF-8: stop, replace invalid bytes by U+FFFD, or skip the document. Broken records have
-no text to replace: "skip" skips them, and both other policies refuse them."""
+"""Policy for text that is not UTF-8: stop, replace invalid bytes by U+FFFD, or skip the document. Tokens that are bytes
+need no replacement. Broken records have no text to replace: "skip" skips them, and both other policies refuse them."""
 
 BATCH_BYTES = 2**20
 """Bytes of text to encode at a time: the result of the `tokenizers` library takes a hundred times as much memory."""
@@ -42,7 +42,11 @@ MAX_DOCUMENT = 2**26
 
 @dataclass
 class Counts:
-    """Number of documents by outcome, bytes of text, and the names of the first replaced and the first skipped one."""
+    """Number of documents by outcome, bytes of text, and the first document of each outcome but the usual one.
+
+    Args:
+        unread: files and folders in a folder that were not read, such as hidden ones.
+    """
 
     documents: int = 0
     text_bytes: int = 0
@@ -50,8 +54,12 @@ class Counts:
     binary: int = 0
     replaced: int = 0
     skipped: int = 0
+    unread: int = 0
+    first_empty: str | None = None
+    first_binary: str | None = None
     first_replaced: str | None = None
     first_skipped: str | None = None
+    first_unread: str | None = None
 
     def add(self, later: Counts) -> None:
         """Adds the counts of a later chunk."""
@@ -91,14 +99,15 @@ class Encoder:
         """Yields the texts of a chunk in batches of about `BATCH_BYTES`. Counts what is left out or replaced."""
         batch, batch_bytes = list[bytes](), 0
         for document in documents(chunk):
-            # 1. Reasons why the document cannot be encoded. A byte tokenizer encodes any bytes; other tokenizers encode
-            # text, which must be valid UTF-8.
+            # 1. Reasons why the document cannot be encoded. A byte tokenizer encodes any bytes, and needs no
+            # replacement; other tokenizers encode text, which must be valid UTF-8.
             reason = document.reason if isinstance(document, Invalid) else None
-            if isinstance(document, Document) and not isinstance(tokenizer, ByteTokenizer):
-                if (size := len(document.text)) > MAX_DOCUMENT:
+            encodes_text = not isinstance(tokenizer, ByteTokenizer)
+            if isinstance(document, Document):
+                if encodes_text and (size := len(document.text)) > MAX_DOCUMENT:
                     limit = f"a tokenizer takes documents of at most {MAX_DOCUMENT:,} bytes"
                     reason = f"it has {size:,} bytes, and {limit}: cut it into several documents"
-                elif decode_utf8(document.text)[1]:
+                elif (encodes_text or self.invalid != "replace") and decode_utf8(document.text)[1]:
                     if self.invalid != "replace":
                         reason = "it is not valid UTF-8"
                     else:
@@ -107,14 +116,15 @@ class Encoder:
             # 2. Leave it out, refuse it, or add it to the batch.
             if isinstance(document, Invalid) and document.binary:
                 counts.binary += 1
+                counts.first_binary = counts.first_binary or f"{document.name}: {document.reason}"
             elif reason is not None:
                 if self.invalid != "skip":
-                    raise ValueError(
-                        f"{document.name}: {reason}; correct it, or skip such documents with --invalid skip"
-                    )
+                    place = name_by_line(document.name, chunk)
+                    remedy = document.remedy if isinstance(document, Invalid) else "correct it"
+                    raise ValueError(f"{place}: {reason}; {remedy}, or skip such documents with --invalid skip")
                 counts.skipped, counts.first_skipped = counts.skipped + 1, counts.first_skipped or document.name
             elif isinstance(document, Document) and not document.text:
-                counts.empty += 1
+                counts.empty, counts.first_empty = counts.empty + 1, counts.first_empty or document.name
             elif isinstance(document, Document):
                 batch.append(document.text)
                 batch_bytes += len(document.text)

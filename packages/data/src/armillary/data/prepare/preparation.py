@@ -30,7 +30,7 @@ from armillary.data.formats.store_folder import (
     write_file,
 )
 from armillary.data.prepare.encode import Counts, Encoder, OnInvalid, cpu_count, map_in_order, tokenizer_in
-from armillary.data.prepare.sources import InputChunk, Invalid, chunks, documents, fingerprint
+from armillary.data.prepare.sources import InputChunk, Invalid, chunks, documents, fingerprint, name_by_line
 from armillary.data.store import Vocabulary, token_dtype
 from armillary.data.text.tokenizer import BEGIN, TRAINED_END, TextTokenizer, check_vocab_size, decode_utf8, train_bpe
 
@@ -55,9 +55,10 @@ class Preparation:
             and bpe have their own.
         begin_of_document: name of a token before each document; by default none.
         format: format of all inputs; auto detects it from the suffix of each file.
-        text_field: JSONL field, or column of a table, with the text.
-        invalid: policy for text that is not UTF-8: refuse stops, replace puts U+FFFD for invalid bytes, skip leaves the
-            document out. Records that cannot be read are left out with skip, and refused otherwise.
+        text_field: field of JSON objects, or column of a table, with the text.
+        invalid: policy for text that is not UTF-8: refuse stops, replace puts U+FFFD for invalid bytes, which tokenizer
+            bytes stores as they are, skip leaves the document out. Records that cannot be read are left out with skip,
+            and refused otherwise.
         overwrite: replace the store at the output when the new one is complete.
         chunk_bytes: bytes of text that a worker tokenizes at a time, about.
     """
@@ -112,8 +113,14 @@ def prepare(
         plan = replace(plan, output=_resolve(plan.output))  # replaces the target, not the link
     _check_paths(plan)
     # 2. Cut the input into chunks, and read the tokenizer.
-    input_chunks = chunks(plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.chunk_bytes)
-    sizes = [chunk.bytes for chunk in input_chunks]
+    counts = Counts()
+
+    def leave_out(name: str, reason: str) -> None:
+        counts.add(Counts(unread=1, first_unread=f"{name}, since {reason}"))
+
+    input_chunks = chunks(
+        plan.inputs, format=plan.format, text_field=plan.text_field, size=plan.chunk_bytes, leave_out=leave_out
+    )
     tokenizer = None
     if plan.tokenizer not in ("bytes", "bpe"):
         tokenizer = TextTokenizer.read(plan.tokenizer, plan.end_of_document, plan.begin_of_document)
@@ -131,7 +138,8 @@ def prepare(
             if folder is None:
                 return Header.read(plan.output)
             # 4. Write the tokenizer, trained if necessary, to the folder. Workers read it there.
-            progress = Progress("training a tokenizer" if plan.tokenizer == "bpe" else "encoding", 0, sum(sizes))
+            step = "training a tokenizer" if plan.tokenizer == "bpe" else "encoding"
+            progress = Progress(step, 0, sum(chunk.bytes for chunk in input_chunks), counts=counts)
             report(progress)
             if plan.tokenizer == "bpe":
                 tokenizer = train_bpe(_sample(input_chunks), plan.vocab_size)
@@ -145,21 +153,30 @@ def prepare(
             progress.step = "encoding"
             with StoreWriter(folder, token_dtype(stored_tokenizer.vocab_size)) as writer:
                 encoded_parts = map_in_order(Encoder(folder, plan.invalid), input_chunks, workers)
-                for size, (encoded_part, part_counts) in zip(sizes, encoded_parts, strict=True):
-                    progress.counts.add(part_counts)
+                for chunk, (encoded_part, part_counts) in zip(input_chunks, encoded_parts, strict=True):
+                    _name_by_line(part_counts, counts, chunk)
+                    counts.add(part_counts)
                     writer.add(encoded_part)
-                    progress.done_bytes, progress.tokens = progress.done_bytes + size, writer.tokens
+                    progress.done_bytes, progress.tokens = progress.done_bytes + chunk.bytes, writer.tokens
                     report(progress)
                 # 6. Write the header, which makes the folder a store, unless the input has changed since step 3.
                 if fingerprint(input_chunks) != stamp:
                     raise ValueError("an input file has changed while it was read; run the same command again")
                 if not writer.documents:
                     raise ValueError(f"{', '.join(map(str, plan.inputs))}: no document contains text")
-                summary = {KEY: key, "begin_of_document": plan.begin_of_document, **asdict(progress.counts)}
+                summary = {KEY: key, "begin_of_document": plan.begin_of_document, **asdict(counts)}
                 return writer.finish(Vocabulary.of(stored_tokenizer), summary)
     except OSError as error:
         remedy = "nothing was kept; run the same command again"
         raise OSError(error.errno, f"{plan.output}: {error.strerror or error}; {remedy}") from error
+
+
+def _name_by_line(part_counts: Counts, counts: Counts, chunk: InputChunk) -> None:
+    """Replaces bytes by lines in the names of a chunk's documents that become the first of `counts`, a few per run."""
+    for name in ("first_empty", "first_skipped"):
+        document = getattr(part_counts, name)
+        if document is not None and getattr(counts, name) is None:
+            setattr(part_counts, name, name_by_line(document, chunk))
 
 
 # -- settings and paths -----------------------------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import IO, Any, cast
 
-from armillary.core.internal import file_size, open_file, parse_object, read_file
+from armillary.core.internal import file_size, open_file, parse_json, read_file
 from armillary.data.errors import optional, readable
 from armillary.data.formats.foreign import is_single_dataset, load_dataset
-from armillary.data.text.corpus import Document, binary, is_visible, walk
+from armillary.data.text.corpus import Document, binary, is_visible, json_records, walk
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 REMOVED = {
@@ -35,11 +35,13 @@ class Invalid:
 
     Args:
         binary: True for a binary file in a folder, which is always skipped.
+        remedy: a correction that makes it a document.
     """
 
     name: str
     reason: str
     binary: bool = False
+    remedy: str = "correct it"
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,12 @@ class InputChunk:
 
 
 def chunks(
-    inputs: Sequence[Path], *, format: str = "auto", text_field: str = "text", size: int = 8 << 20
+    inputs: Sequence[Path],
+    *,
+    format: str = "auto",
+    text_field: str = "text",
+    size: int = 8 << 20,
+    leave_out: Callable[[str, str], None] = lambda name, reason: None,
 ) -> list[InputChunk]:
     """Cuts files and folders into chunks of about `size` bytes of text each, in order.
 
@@ -98,8 +105,10 @@ def chunks(
     linked folders. Names of documents are relative to their input.
 
     Args:
-        format: "auto" (each file's suffix decides), or the format of all files, those of a saved dataset too.
-        text_field: field of JSONL objects, or column of a table, with the text of a document.
+        format: "auto" (each file's suffix decides, and the content of a .json file), or the format of all files, those
+            of a saved dataset too.
+        text_field: field of JSON objects, or column of a table, with the text of a document.
+        leave_out: called with the name of each file and folder in a folder that is not read, and the reason.
 
     Raises:
         ValueError: a path that does not exist, cannot be read or has no text; an input that is a binary file; a column
@@ -119,7 +128,7 @@ def chunks(
     # and its target count as the same file. Within one input a file may occur twice, because of links.
     files, first_inputs = list[File](), dict[tuple[int, int], tuple[int, Path]]()
     for index, path in enumerate(inputs):
-        for file in _files(path, format):
+        for file in _files(path, format, leave_out):
             stat = file.path.stat()
             first_index, first_path = first_inputs.setdefault((stat.st_dev, stat.st_ino), (index, file.path))
             if first_index != index:
@@ -138,10 +147,28 @@ def chunks(
 def documents(chunk: InputChunk) -> Iterator[Document | Invalid]:
     """Yields the documents of a chunk in order, named like `a.txt`, `a.jsonl:byte 1234` or `a.parquet:row 17`.
 
-    Documents may be empty. Raises ValueError if a file cannot be read.
+    `name_by_line` replaces the byte of a name by the line, which takes a pass over the file. Documents may be empty.
+
+    Raises:
+        ValueError: a file cannot be read.
     """
     with readable(chunk.path, _ACCEPTED, (OSError, EOFError, ValueError, zlib.error)):
         yield from chunk.read(chunk)
+
+
+def name_by_line(name: str, chunk: InputChunk) -> str:
+    """Returns the name of a document of a chunk with the line in place of the byte, such as `a.jsonl:line 12`.
+
+    Reads the file up to the document: a chunk that starts amid a file does not know its lines.
+    """
+    if chunk.read not in (read_jsonl, read_gzip_jsonl):
+        return name
+    file_name, _, byte = name.rpartition(":byte ")
+    with open_file(chunk.path) as raw, gzip.open(raw, "rb") if chunk.read is read_gzip_jsonl else raw as file:
+        remaining_bytes, lines = int(byte), 1
+        while remaining_bytes and (block := cast(IO[bytes], file).read(min(remaining_bytes, 2**20))):
+            lines, remaining_bytes = lines + block.count(b"\n"), remaining_bytes - len(block)
+    return f"{file_name}:line {lines}"
 
 
 def fingerprint(chunks: Sequence[InputChunk]) -> str:
@@ -158,8 +185,9 @@ def fingerprint(chunks: Sequence[InputChunk]) -> str:
 # -- files of an input ------------------------------------------------------------------------------------------------
 
 
-def _files(path: Path, format: str) -> list[File]:
+def _files(path: Path, format: str, leave_out: Callable[[str, str], None]) -> list[File]:
     """Returns the files of one input, without empty files. A saved dataset counts as one file."""
+    omissions: list[tuple[str, str]] = []
     with readable(path, _ACCEPTED):
         # `file_size` also checks that a file can be opened: the run that reads it may be hours later.
         if not path.is_dir():
@@ -174,7 +202,7 @@ def _files(path: Path, format: str) -> list[File]:
         elif format == "auto" and is_single_dataset(path):
             files = [File(path, path.resolve().name, sum(size for _, size, _ in _stamps(path)), chosen=True)]
         else:
-            paths = walk(path, is_visible)
+            paths = walk(path, is_visible, lambda x, why: omissions.append((x.relative_to(path).as_posix(), why)))
             files = [File(file, file.relative_to(path).as_posix(), file_size(file), chosen=False) for file in paths]
             files.sort(key=lambda file: file.name)
             for file in files if format == "auto" else ():
@@ -182,9 +210,13 @@ def _files(path: Path, format: str) -> list[File]:
                 if file.path.name in ("state.json", "dataset_dict.json") and is_single_dataset(file.path.parent):
                     folder = file.path.parent
                     raise ValueError(f"{path} has a saved dataset in it; give it as an input of its own: {folder}")
+    omissions += [(file.name, "it is empty") for file in files if not file.bytes]
     files = [file for file in files if file.bytes]
+    for name, reason in sorted(omissions):
+        leave_out(name, reason)
     if not files:
-        raise ValueError(f"{path} holds no text; {_ACCEPTED}")
+        first = f" ({omissions[0][0]} is left out, since {omissions[0][1]})" if omissions and path.is_dir() else ""
+        raise ValueError(f"{path} holds no text{first}; {_ACCEPTED}")
     return files
 
 
@@ -208,6 +240,10 @@ def _cutter_of(file: File, format: str) -> Callable[[Sequence[File], str, int], 
         return cut_parquet
     if format == "jsonl" or (format == "auto" and name.removesuffix(".gz").endswith((".jsonl", ".ndjson"))):
         return cut_jsonl
+    if format == "auto" and name.endswith(".json"):
+        with readable(file.path, _ACCEPTED), open_file(file.path) as json_file:
+            records = json_records(json_file.read(SNIFFED_BYTES))
+        return {"array": cut_json, "lines": cut_jsonl, None: cut_text}[records]
     return cut_text
 
 
@@ -260,22 +296,50 @@ def _read_lines(file: IO[bytes], chunk: InputChunk, start: int, stop: int | None
     """Reads the lines that begin from byte `start`, where `file` is, and before byte `stop`."""
     while (stop is None or start < stop) and (line := file.readline()):
         if line.strip():
-            name, field = f"{chunk.name}:byte {start}", chunk.text_field
+            name = f"{chunk.name}:byte {start}"
             try:
-                fields = parse_object(line)
-                if field not in fields:
-                    names = ", ".join(map(repr, fields)) or "none"
-                    raise ValueError(f"there is no field {field!r}; the fields are {names}")
-                text = fields[field]
-                if not isinstance(text, str):
-                    kind = "null" if text is None else type(text).__name__
-                    raise ValueError(f"field {field!r} is {kind}; give a string")
-                # `encode` raises for half of a surrogate pair (the escape \ud800): such a record is invalid too.
-                document = Document(name, text.encode())
+                record = parse_json(line)
             except ValueError as error:
-                document = Invalid(name, str(error))
-            yield document
+                yield Invalid(name, str(error))
+            else:
+                yield _document(name, record, chunk.text_field)
         start += len(line)
+
+
+def _document(name: str, record: object, field: str) -> Document | Invalid:
+    """Returns the document in a record of JSON."""
+    if not isinstance(record, dict):
+        return Invalid(name, f"it must be a JSON object, not {_kind(record)}")
+    fields = cast(dict[str, Any], record)
+    if field not in fields:
+        reason = f"there is no field {field!r}; the fields are {', '.join(map(repr, fields)) or 'none'}"
+        strings = {key: len(value) for key, value in fields.items() if isinstance(value, str)}
+        if not strings:
+            return Invalid(name, reason)
+        longest = max(strings, key=strings.__getitem__)  # most likely the text
+        return Invalid(name, reason, remedy=f"give the field of the text, such as --text-field {longest}")
+    text = fields[field]
+    if not isinstance(text, str):
+        return Invalid(name, f"field {field!r} is {_kind(text)}; give a string")
+    try:
+        return Document(name, text.encode())
+    except UnicodeEncodeError as error:  # half of a surrogate pair, the escape \ud800
+        return Invalid(name, str(error))
+
+
+def _kind(value: object) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def cut_json(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
+    # An array can only be parsed from its beginning.
+    return (InputChunk(read_json, (file,), 0, file.bytes, file.bytes, field) for file in files)
+
+
+def read_json(chunk: InputChunk) -> Iterator[Document | Invalid]:
+    """Reads the records of a JSON array, named by their index. Takes memory for the whole file."""
+    for index, record in enumerate(parse_json(read_file(chunk.path, None))):
+        yield _document(f"{chunk.name}:record {index}", record, chunk.text_field)
 
 
 def cut_parquet(files: Sequence[File], field: str, size: int) -> Iterator[InputChunk]:
@@ -335,7 +399,7 @@ def _check_column(path: Path, field: str, schema: Any) -> None:
     # A dictionary-encoded column has the type of its values.
     values = {name: kind.value_type if types.is_dictionary(kind) else kind for name, kind in column_types.items()}
     text_columns = [name for name, kind in values.items() if str(kind) in ("string", "large_string", "string_view")]
-    choices = f"its columns of strings are: {', '.join(text_columns) or 'none'}"
+    choices = f"its columns of strings (--text-field) are: {', '.join(text_columns) or 'none'}"
     if field not in column_types:
         raise ValueError(f"{path} has no column {field!r}; {choices}")
     if field not in text_columns:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import NoReturn
+from typing import Literal, NoReturn
 
-from armillary.core.internal import read_file
+from armillary.core.internal import parse_object, read_file
 from armillary.data.errors import readable
 
 
@@ -69,9 +70,9 @@ MIN_SAMPLE = 64
 """Bytes of the shortest file to which this rule applies."""
 SIGNATURES = {
     b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"PK\x03\x04": "zip",
-    b"ARROW1": "Arrow", b"PAR1": "Parquet", b"%PDF-": "PDF",
+    b"ARROW1": "Arrow", b"PAR1": "Parquet", b"%PDF-": "PDF", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16",
 }  # fmt: skip
-"""First bytes of common binary formats, which even short files have."""
+"""First bytes of common binary formats, which even short files have, and the byte order marks of UTF-16."""
 
 
 def binary(text: bytes) -> str | None:
@@ -86,21 +87,51 @@ def binary(text: bytes) -> str | None:
     return None
 
 
+def json_records(beginning: bytes) -> Literal["array", "lines"] | None:
+    """Returns how a .json file holds records, judged by its first bytes: one array of objects, or an object per line.
+
+    None: the file holds no records, such as one object over several lines.
+    """
+    text = beginning.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if re.match(rb"\[\s*\{", text):
+        return "array"
+    first_line, _, later_lines = text.partition(b"\n")
+    try:
+        return "lines" if later_lines.lstrip().startswith(b"{") and parse_object(first_line) else None
+    except ValueError:
+        return None
+
+
 def _read_folder(root: Path, keep: Callable[[str], bool]) -> list[Document]:
     files = (Document(file.relative_to(root).as_posix(), read_file(file, None)) for file in walk(root, keep))
     return sorted((file for file in files if file.text and not binary(file.text)), key=lambda file: file.name)
 
 
-def walk(root: Path, keep: Callable[[str], bool]) -> Iterator[Path]:
-    """Yields all files under `root`; `keep` is called with each name of a file or folder, and is False to omit it."""
+def walk(
+    root: Path, keep: Callable[[str], bool], leave_out: Callable[[Path, str], None] = lambda path, reason: None
+) -> Iterator[Path]:
+    """Yields all files under `root`; `keep` is called with each name of a file or folder, and is False to omit it.
+
+    Args:
+        leave_out: called with the path of each omitted file or folder, and the reason.
+    """
 
     def refuse(error: OSError) -> NoReturn:  # `os.walk` ignores unreadable folders by default
         raise error
 
     for folder, folders, names in os.walk(root, onerror=refuse):
+        for name in (*folders, *names):
+            if not keep(name):
+                leave_out(Path(folder, name), "it is hidden")
         folders[:] = filter(keep, folders)
-        files = (Path(folder, name) for name in names if keep(name))
-        yield from (file for file in files if file.is_file())
+        for path in (Path(folder, name) for name in folders):
+            if path.is_symlink():  # `os.walk` does not follow it
+                leave_out(path, "it is a link to a folder")
+        for path in (Path(folder, name) for name in names if keep(name)):
+            if path.is_file():
+                yield path
+            else:
+                leave_out(path, "it is not a regular file")
 
 
 def is_visible(name: str) -> bool:
