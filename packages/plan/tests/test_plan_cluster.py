@@ -28,6 +28,16 @@ def test_presets():
     assert {name: Cluster.named(name).nodes for name in nodes} == nodes
     assert Cluster.named("64xh100").name == "64 x H100 80 GB" and Cluster.named("64xh100").ranks == 64
     assert Cluster.named("16xh100").host_memory == 2000 * GB
+    parts = {
+        "4xh100": (1, 4),
+        "2x4xh100": (2, 4),
+        "1x8xh100": (1, 8),
+        "1xl20": (1, 1),
+        "2x16xa100-40x16-ethernet": (2, 16),
+    }
+    clusters = {name: Cluster.named(name) for name in parts}
+    assert {name: (cluster.nodes, cluster.ranks_per_node) for name, cluster in clusters.items()} == parts
+    assert clusters["2x4xh100"].name == "2 x 4 x H100 80 GB"
     assert all(Cluster.named(name).ranks in (8, 16) for name in EMULATED)
     assert all(Cluster.named(f"{machine.ranks_per_node}x{kind}").nodes == 1 for kind, machine in MACHINES.items())
 

@@ -115,7 +115,7 @@ PLAN = [
     ("--attention nothing", "--attention nothing", "upipe"),
     ("--attention local --cluster 16xh100", "--attention local", "16 ranks"),
     ("--kernel fast", "--kernel fast", "cpu_flash"),
-    ("--cluster 3xh100", "--cluster 3xh100", "8xh100"),
+    ("--cluster 12xh100", "--cluster 12xh100", "8xh100"),
     ("--cluster 800000xh100", "--cluster 800000xh100", "16,384"),
     ("--cluster many.toml", "799,999,999,992", "16,384"),
     "--cluster none.toml",
@@ -178,7 +178,10 @@ COMMANDS = [
 
 JOB = Job(model=LlamaConfig.debug(), axes={"ring": 2}, attention=lambda mesh: None, length=64)
 CALLS: list[tuple[Callable[[], object], str]] = [
-    *((lambda name=name: Cluster.named(name), f"{name!r}.*8xh100.*emulated-") for name in ("tpu", "12xh100", "8x")),
+    *(
+        (lambda name=name: Cluster.named(name), f"{name!r}.*8xh100.*emulated-")
+        for name in ("tpu", "12xh100", "8x", "0xh100", "0x4xh100", "2x0xh100", "2x9xh100")
+    ),
     (lambda: Link(bandwidth=0), "bandwidth.*0"),
     (lambda: Link(bandwidth=1e9, latency=-1), "latency.*-1"),
     (lambda: Link(bandwidth=1e9, per="moon"), "per.*moon"),

@@ -27,7 +27,7 @@ from armillary.plan.search.search import SearchOptions, search
 from armillary.plan.search.trainer_config import RECIPES, command_line, trainer_config, write_choice
 from armillary.plan.time.clocks import all_gather_seconds, plan_seconds
 from armillary.plan.time.passes import FORWARD_FLOPS, Passes, passes_of
-from armillary.plan.time.step_time import step_time
+from armillary.plan.time.step_time import step_bytes, step_time
 from armillary.train.cli import read_command
 
 
@@ -276,6 +276,34 @@ def times(checkpointing: Checkpointing, on_host: bool = False, name: str = "ulys
     cluster = Cluster.named("8xh100")
     job = job_of("llama3-8b", {"ulysses": 8}, name, length, checkpointing=checkpointing, on_host=on_host)
     return step_time(job, passes_of(job, cluster), cluster)
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+def test_a_window_counts_in_time_as_in_mfu(first):
+    """The model's FLOPs, which determine the MFU, and the time of attention have the same visible pairs."""
+    cluster, length = Cluster.named("8xh100"), 131_072
+    full = replace(model_of("llama3-8b", length), layers=4)
+
+    def attention(model: LlamaConfig) -> tuple[float, float]:
+        job = Job(model=model, axes={"ring": 1}, attention=AttentionChoice("ring"), length=length)
+        products = model.flops_per_token(1) - 12 * model.layers * model.dim  # a row of one token has one pair
+        seconds = step_time(job, passes_of(job, cluster), cluster).attention
+        return seconds, model.flops_per_token(length) - products
+
+    (full_seconds, full_flops), (seconds, flops) = map(attention, (full, replace(full, window=4096, window_from=first)))
+    assert flops < 0.9 * full_flops
+    assert seconds / full_seconds == pytest.approx(flops / full_flops, rel=1e-9)
+
+
+def test_a_window_shortens_the_way_of_keys():
+    cluster, length = Cluster.named("8xh100"), 131_072
+
+    def sent_bytes(model: LlamaConfig) -> int:
+        job = Job(model=model, axes={"ring": 8}, attention=AttentionChoice("ring"), length=length)
+        return max(step_bytes(job, passes_of(job, cluster, "contiguous")))
+
+    full = model_of("llama3-8b", length)
+    assert sent_bytes(replace(full, window=4096)) < sent_bytes(full) / 3
 
 
 def test_recomputation_by_policy():

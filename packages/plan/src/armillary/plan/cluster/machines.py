@@ -174,22 +174,29 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str) -> Cluster:
-        """Returns a preset: "8xh100", "64xh100-ethernet", "8xl20" or "emulated-...".
+        """Returns a preset: "8xh100", "64xh100-ethernet", "4xh100", "2x4xh100", "8xl20" or "emulated-...".
 
-        The number counts accelerators. `MACHINES` lists the machines.
+        The number counts accelerators, which fill whole nodes or a part of one; 2x4 are 2 nodes with 4 accelerators
+        each. `MACHINES` lists the machines.
 
         Raises:
-            ValueError: an unknown machine, or accelerators that do not fill whole nodes.
+            ValueError: an unknown machine, more accelerators in a node than the machine has, or accelerators that do
+                not fill whole nodes.
         """
         if name in EMULATED:
             return EMULATED[name]
-        if (match := re.fullmatch(r"(\d+)x(.+)", name)) and (machine := MACHINES.get(match[2])):
-            nodes, incomplete_node = divmod(int(match[1]), machine.ranks_per_node)
-            if nodes and not incomplete_node:
-                return replace(machine, nodes=nodes, name=f"{match[1]} x {machine.name}")
+        if (match := re.fullmatch(r"(?:(\d+)x)?(\d+)x(.+)", name)) and (machine := MACHINES.get(match[3])):
+            count = int(match[2])
+            per_node = count if match[1] else min(count, machine.ranks_per_node)
+            nodes, incomplete_node = (int(match[1]), 0) if match[1] else divmod(count, max(per_node, 1))
+            if nodes and not incomplete_node and 1 <= per_node <= machine.ranks_per_node:
+                switch_ranks = min(machine.switch_ranks, per_node)
+                title = f"{' x '.join(filter(None, match.groups()[:2]))} x {machine.name}"
+                return replace(machine, nodes=nodes, ranks_per_node=per_node, switch_ranks=switch_ranks, name=title)
         presets = [f"{machine.ranks_per_node}x{kind}" for kind, machine in MACHINES.items()]
         raise ValueError(
-            f"no cluster {name!r}; known: {', '.join(presets)} and multiples of them; {', '.join(EMULATED)}"
+            f"no cluster {name!r}; known: {', '.join(presets)}, multiples of them, and nodes that are not full, such "
+            f"as 4xh100 and 2x4xh100; {', '.join(EMULATED)}"
         )
 
     @classmethod

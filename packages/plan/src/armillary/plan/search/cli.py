@@ -24,7 +24,6 @@ from armillary.data.console import (
     print_table,
     print_written,
 )
-from armillary.models import LlamaConfig
 from armillary.plan.arguments import is_hybrid, model_size
 from armillary.plan.latent_models import trainer_reads
 from armillary.plan.memory.room import advice, policy_text
@@ -138,13 +137,11 @@ def heading(result: SearchResult) -> list[str]:
     """Returns lines with the model, the cluster, the step, and the number of choices."""
     options = result.options
     rows = f"{options.rows} sequence{'s' if options.rows > 1 else ''} of {result.length:,} tokens"
-    window = result.model.window if isinstance(result.model, LlamaConfig) else None
     # Methods without formulas are left out of a search over all methods. A method that is named raises instead.
     unsupported = {} if options.attention else methods_without_plan(*NEEDED)
     return [
         f"{options.model}, {model_size(result.model)}, on {result.cluster.name}: a step of {rows}",
         f"{len(result.choices)} ways to run it, {len(result.fitting)} of which fit; predicted, not measured",
-        *([f"its window of {window:,} tokens is not counted: times of attention are upper bounds"] if window else []),
         *(f"left out: {name} has no {', '.join(functions)}" for name, functions in unsupported.items()),
     ]
 

@@ -37,7 +37,7 @@ from armillary.plan.search.candidates import (
     rows_of_store,
     sample_rows,
 )
-from armillary.plan.time.passes import Passes, passes_of
+from armillary.plan.time.passes import Passes, passes_of, window_of
 from armillary.plan.time.step_time import StepTime, step_bytes, step_time
 from armillary.train.config import Count, Several, check_limits
 
@@ -67,7 +67,7 @@ class SearchOptions:
     model: str = "llama3-8b"
     """llama3-8b, llama3-70b, llama2-7b, qwen3-32b, hybrid-8b, gpt-3b, gpt-7b, debug, or a Hugging Face folder."""
     cluster: str = "8xh100"
-    """8xh100, 16xh100-ethernet, 32xa100-40, 8xl20, ..., or a TOML file."""
+    """8xh100, 16xh100-ethernet, 4xh100, 2x4xh100 (2 nodes of 4), 8xl20, ..., or a TOML file."""
     tokens: Quantity = "128Ki"
     """Sequence length."""
     rows: Count = 1
@@ -281,7 +281,7 @@ def choices_of(
             time = step_time(stored, passes, cluster)
             mfu = flops / (time.seconds * cluster.ranks * cluster.accelerator.flops)
             sent, fits = max(step_bytes(stored, passes)), room.share(usage) <= 1
-            sends_latents = passes.at("attention", stored.checkpointing.policy).sends_latents
+            sends_latents = passes.at("attention", window_of(job.model, 0), stored.checkpointing.policy).sends_latents
             choice = Choice(candidate, stored, time, usage, fits, mfu, sent, sends_latents)
             choices.append(choice)
             fastest = min(fastest, time.seconds if choice.fits else inf)

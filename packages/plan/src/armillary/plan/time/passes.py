@@ -19,7 +19,7 @@ from armillary.attention.internal import default_margin
 from armillary.attention.plans import Step
 from armillary.core import SequenceLayout
 from armillary.core.internal import PHASES
-from armillary.models import LlamaConfig, Mixer, StateConfig
+from armillary.models import GPTConfig, LlamaConfig, Mixer, StateConfig
 from armillary.models.internal import Policy
 from armillary.plan.cluster import Cluster
 from armillary.plan.memory import Job
@@ -57,6 +57,7 @@ class Passes:
         sent_bytes: bytes that each rank sends, in forward and in backward.
         sends_latents: True if latents are sent instead of keys and values.
         checkpointed: the passes under a checkpoint policy; None if they are these.
+        windows: passes of attention in blocks with another window than the first block.
         states: passes of a block of each recurrent mixer.
         relayout: one move of hidden states between attention's layout and the layout of recurrent layers (forward), and
             the move of their gradients (backward).
@@ -69,6 +70,7 @@ class Passes:
     sent_bytes: SentBytes = ((), ())
     sends_latents: bool = False
     checkpointed: Passes | None = None
+    windows: Mapping[int | None, Passes] = field(default_factory=dict[int | None, "Passes"])
     states: Mapping[Mixer, Passes] = field(default_factory=dict[Mixer, "Passes"])
     relayout: Passes | None = None
     relayouts: int = 0
@@ -76,9 +78,10 @@ class Passes:
     def both(self) -> PassTime:
         return self.forward + self.backward
 
-    def at(self, mixer: Mixer, policy: Policy) -> Passes:
-        """Returns the passes of a block with this mixer under a checkpoint policy."""
-        return self.states.get(mixer) or (self.checkpointed if policy != "none" else None) or self
+    def at(self, mixer: Mixer, window: int | None, policy: Policy) -> Passes:
+        """Returns the passes of a block with this mixer and window under a checkpoint policy."""
+        passes = self.states.get(mixer) or self.windows.get(window, self)
+        return (passes.checkpointed if policy != "none" else None) or passes
 
 
 def passes_of(
@@ -95,14 +98,50 @@ def passes_of(
         layout: layout of the sequence over the ring.
         kernel: name of the kernel; by default the fastest that torch ships.
         margin: multiprocessors that a persistent kernel leaves to NCCL; None: `default_margin`.
-        mask: mask of the rows of a rank; by default causal.
+        mask: mask of the rows of a rank; by default causal. Blocks narrow it by their window.
     """
-    model, method, mask = job.model, job.method, mask or AttentionMask()
+    model, mask = job.model, mask or AttentionMask()
+    ring, ulysses, tp = (job.axes.get(name, 1) for name in ("ring", "ulysses", "tp"))
+    # 1. Attention, under the window of each block.
+    key_layout = job.method.layout(job.length, ring, layout, mask)
+    windows = {
+        # A window includes the query's own key.
+        window: attention_passes(job, cluster, key_layout, kernel, margin, mask.narrow(window and window - 1))
+        for window in dict.fromkeys(window_of(model, i) for i in range(model.layers))
+    }
+    passes = windows.pop(window_of(model, 0))
+    passes = replace(passes, windows=windows)
+    if not isinstance(model, LlamaConfig) or model.states is None:
+        return passes
+    # 2. Layers with a state. Outside of attention, ranks on the head axis divide a shard among them.
+    attention_layout = key_layout if ulysses == 1 else key_layout.refine(ulysses)
+    state_layout = attention_layout
+    if job.contiguous_states:
+        state_layout = SequenceLayout.contiguous(job.length, attention_layout.shards)
+    # Assumes that computation hides no exchange of states or of the short convolution, and no move of hidden states.
+    states = {
+        mixer: state_passes(mixer, model.states, state_layout, cluster, job.rows, tp, job.precision, mask)
+        for mixer in dict.fromkeys(model.mixers)
+        if mixer != "attention"
+    }
+    passes = replace(passes, states=states)
+    if state_layout == attention_layout:
+        return passes
+    # 3. With two layouts, hidden states move between them.
+    plan = relayout_comm_plan(attention_layout, state_layout, job.rows * model.dim * job.precision.itemsize)
+    return replace(passes, relayout=exchange_passes(plan, cluster, state_layout, tp), relayouts=relayouts(model))
+
+
+def attention_passes(
+    job: Job, cluster: Cluster, layout: SequenceLayout, kernel: str | None, margin: int | None, mask: AttentionMask
+) -> Passes:
+    """Returns the time of attention in a block that has this mask, in forward and backward; see `passes_of`."""
+    model, method = job.model, job.method
     latent = model.latent if isinstance(model, LlamaConfig) else None
     ring, ulysses, tp = (job.axes.get(name, 1) for name in ("ring", "ulysses", "tp"))
     # 1. The method's communication plan, which each group of ring x ulysses ranks runs. Groups along replicate, shard
     # and tp run it at the same time and share the links between nodes.
-    shape = call_shape(job, method.layout(job.length, ring, layout, mask), mask)
+    shape = call_shape(job, layout, mask)
     sent, checkpointed_sent = (method.as_sent(shape, ring, ulysses, checkpointed) for checkpointed in (False, True))
     comm_plan, checkpointed_plan = (
         method.comm_plan(sent, ring, ulysses),
@@ -139,25 +178,12 @@ def passes_of(
     passes = time(comm_plan, sent, saves_expanded=checkpointed_plan is not None)
     if checkpointed_plan is not None:
         passes = replace(passes, checkpointed=time(checkpointed_plan, checkpointed_sent))
-    if not isinstance(model, LlamaConfig) or model.states is None:
-        return passes
-    # 3. Layers with a state. Outside of attention, ranks on the head axis divide a shard among them.
-    attention_layout = shape.layout if ulysses == 1 else shape.layout.refine(ulysses)
-    state_layout = attention_layout
-    if job.contiguous_states:
-        state_layout = SequenceLayout.contiguous(job.length, attention_layout.shards)
-    # Assumes that computation hides no exchange of states or of the short convolution, and no move of hidden states.
-    states = {
-        mixer: state_passes(mixer, model.states, state_layout, cluster, job.rows, tp, job.precision, mask)
-        for mixer in dict.fromkeys(model.mixers)
-        if mixer != "attention"
-    }
-    passes = replace(passes, states=states)
-    if state_layout == attention_layout:
-        return passes
-    # 4. With two layouts, hidden states move between them.
-    plan = relayout_comm_plan(attention_layout, state_layout, job.rows * model.dim * job.precision.itemsize)
-    return replace(passes, relayout=exchange_passes(plan, cluster, state_layout, tp), relayouts=relayouts(model))
+    return passes
+
+
+def window_of(model: LlamaConfig | GPTConfig, block: int) -> int | None:
+    """Returns the number of keys to which a block's queries are limited."""
+    return model.window_of(block) if isinstance(model, LlamaConfig) else None
 
 
 def relayouts(model: LlamaConfig) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from armillary.plan.cluster import Cluster
@@ -11,7 +12,7 @@ from armillary.plan.memory.formulas import Peaks
 from armillary.plan.memory.latent_sizes import step_sizes
 from armillary.plan.memory.tensor_sizes import FLOAT32_BYTES, StepSizes
 from armillary.plan.time.clocks import PassTime, all_gather_seconds
-from armillary.plan.time.passes import Passes
+from armillary.plan.time.passes import Passes, window_of
 
 # Bytes that AdamW reads (parameter, gradient, two moments) and writes (parameter, two moments) per parameter.
 ADAM_BYTES = 7 * FLOAT32_BYTES
@@ -68,27 +69,26 @@ def step_time(job: Job, passes: Passes, cluster: Cluster) -> StepTime:
     step, device = step_sizes(job), cluster.accelerator
     matmul_flops = device.flops * device.matmul
     tokens, layers = step.rows * step.tokens, step.model.layers
-    # 1. Computation, summed over the blocks of each mixer.
+    # 1. Computation, summed over the blocks of each mixer and window.
     dense = recomputed = 0.0
     attention = PassTime() if passes.relayout is None else passes.relayout.both().times(passes.relayouts)
     recomputed_attention = PassTime()
     computation, transfers = [(0.0, 0.0)] * layers, [(0.0, 0.0)] * layers  # by block
     segment_ends = {segment[-1] for segment in step.segments}
     peaks = Peaks(step)
-    for sizes, blocks in step.by_mixer(range(layers)):
-        mixer_passes = passes.at(sizes.mixer, step.checkpointing.policy)
+    for sizes, blocks, block_passes in by_passes(job, step, passes):
         # 6 FLOPs per parameter and token (arXiv 2001.08361): a multiply and an add in forward, twice that in backward.
         # Attention's passes have the expansion of latents.
         block_dense = 2 * (sizes.model.block - sizes.model.expansion) * tokens / matmul_flops
         dense += 3 * block_dense * len(blocks)
         recomputed += recomputed_products(step, sizes, blocks, block_dense)
-        recomputed_attention += mixer_passes.forward.times(recomputed_attentions(step, blocks))
-        attention += mixer_passes.both().times(len(blocks))
+        recomputed_attention += block_passes.forward.times(recomputed_attentions(step, blocks))
+        attention += block_passes.both().times(len(blocks))
         # Forward gathers parameters; backward gathers them again under ZeRO stage 3, and reduces gradients.
         gather, reduction = parameter_transfers(step, cluster, sizes.model.block)
         block_transfers = gather, (gather if step.zero_stage == 3 else 0.0) + reduction
         for i in blocks:
-            computation[i] = block_computation(step, i, i in segment_ends, block_dense, mixer_passes)
+            computation[i] = block_computation(step, i, i in segment_ends, block_dense, block_passes)
             transfers[i] = block_transfers
     # 2. Transfers of parameters and gradients. While a block computes, FSDP2 gathers the parameters of the next one,
     # and in backward reduces the gradients of the last. The computation hides these transfers, except for the time in
@@ -120,8 +120,8 @@ def step_bytes(job: Job, passes: Passes) -> list[int]:
     def add(by_rank: Sequence[int], times: int) -> None:
         total[:] = [a + times * b for a, b in zip(total, by_rank, strict=True)]
 
-    for sizes, blocks in step.by_mixer(range(step.model.layers)):
-        forward, backward = passes.at(sizes.mixer, step.checkpointing.policy).sent_bytes
+    for _, blocks, block_passes in by_passes(job, step, passes):
+        forward, backward = block_passes.sent_bytes
         # Backward runs forward once more in the blocks that recompute it.
         add(forward, len(blocks) + recomputed_attentions(step, blocks))
         add(backward, len(blocks))
@@ -129,6 +129,16 @@ def step_bytes(job: Job, passes: Passes) -> list[int]:
         for by_rank in passes.relayout.sent_bytes:
             add(by_rank, passes.relayouts)
     return total
+
+
+def by_passes(job: Job, step: StepSizes, passes: Passes) -> Iterator[tuple[StepSizes, Sequence[int], Passes]]:
+    """Yields (sizes, indices of blocks, their passes) for all blocks with the same mixer and window."""
+    for sizes, mixer_blocks in step.by_mixer(range(step.model.layers)):
+        blocks = defaultdict[int | None, list[int]](list)
+        for i in mixer_blocks:
+            blocks[window_of(job.model, i)].append(i)
+        for window, indices in blocks.items():
+            yield sizes, indices, passes.at(sizes.mixer, window, step.checkpointing.policy)
 
 
 def exposed_seconds(transfers: BlockSeconds, computation: BlockSeconds) -> float:
