@@ -1,17 +1,19 @@
 """Verification of running steps: of the trainer, and of models of transformers under `ContextParallel`."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import armillary.train
-from armillary.attention import ContextParallel, Ring
+from armillary.attention import AttentionMask, ContextParallel, Ring
 from armillary.check import CheckBatch, StepOutput, verify
 from armillary.core.testing import mesh
 from armillary.train import (
@@ -235,3 +237,48 @@ def test_models_of_transformers_raise_no_alarm(worlds, model_type, sizes, fsdp):
     verdicts = {x["name"]: x["verdict"] for x in report["facts"]}
     assert verdicts.pop("equal gradients") == ("not observed" if fsdp else "right")
     assert set(verdicts.values()) == {"right"}, json.dumps(report, indent=1)
+
+
+class BlockOfArgument(nn.Module):
+    """Attends by a function that is an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.Linear(16, 48)
+
+    def forward(self, x, attend):
+        q, k, v = self.heads(x).unflatten(-1, (3, 2, 8)).unbind(2)
+        return x + attend(q, k, v).flatten(2)
+
+
+class ModelOfArgument(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions, self.head = nn.Embedding(64, 16), nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.layers = nn.ModuleList(BlockOfArgument() for _ in range(2))
+
+    def forward(self, ids, position_ids, attend):
+        x = self.tokens(ids) + self.positions(position_ids)
+        for layer in self.layers:
+            x = layer(x, attend)
+        return self.head(x)
+
+
+def step_of_an_argument(**options):
+    """A step of a model that has no method but gets `batch.attend`; warnings are errors."""
+    cp = ContextParallel("ring", mesh(ring=2))
+    torch.manual_seed(4)
+    model, ids = ModelOfArgument(), torch.randint(3, 64, (2, 48))
+    batch = cp.shard(ids, labels=ids, **options)
+    with warnings.catch_warnings(), cp.verify(model, batch) as proof:
+        warnings.simplefilter("error")
+        loss = cp.loss(model(batch.ids, batch.position_ids, batch.attend), batch)
+        loss.backward()
+        cp.reduce_gradients(model)
+        return proof.report(loss).to_dict()
+
+
+def test_a_method_that_is_an_argument_of_the_model_is_observed(worlds):
+    for options in ({}, {"mask": AttentionMask(window=(7, 0))}):  # without a configuration, any window is right
+        report = worlds(2).run(step_of_an_argument, **options)[1]
+        assert {x["verdict"] for x in report["facts"]} == {"right"}, json.dumps(report, indent=1)

@@ -74,12 +74,14 @@ class LayerKind:
         window: the number of tokens that a query sees, its own included; None for all.
         known: False if the configuration names a mask that is not known here, or a state fades: it may reach less far.
         softcap: of its scores; None without.
+        configured: False if the model has no configuration, so that calls alone say which window they need.
     """
 
     layer: nn.Module
     window: int | None
     known: bool
     softcap: float | None
+    configured: bool = True
 
     def differs(self, mask: AttentionMask, softcap: float | None, length: int) -> str | None:
         """Returns the difference of a call of a method, over rows of `length` tokens; None if there is none."""
@@ -87,7 +89,7 @@ class LayerKind:
         if self.softcap is not None and softcap != self.softcap:
             return f"softcap {softcap} instead of {self.softcap:g}"
         # Other masks and those of bidirectional models may express a window otherwise.
-        if not self.known or not row.causal or row.pattern is not None:
+        if not self.known or not (self.configured or self.window) or not row.causal or row.pattern is not None:
             return None
         expected, actual = self.window or length, length if row.window is None else (row.window[0] or 0) + 1
         same = expected == actual or min(expected, actual) >= length
@@ -106,7 +108,7 @@ def kinds_of_layers(model: nn.Module) -> list[LayerKind]:
         values = [y for x in layer.modules() for key, y in vars(x).items() if "softcap" in key]
         caps = [float(x) for x in values if isinstance(x, (int, float)) and x]
         known = name in KNOWN_MASKS and not fades
-        kinds.append(LayerKind(layer, _window(layer, name, config), known, next(iter(caps), None)))
+        kinds.append(LayerKind(layer, _window(layer, name, config), known, next(iter(caps), None), config is not None))
     return kinds
 
 

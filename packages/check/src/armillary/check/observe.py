@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from armillary.attention import Method
 from armillary.attention.internal import IGNORED, AttentionOptions, digests_of, in_backward
 from armillary.check.facts import MODULUS, LabelTally, Observation, VerifyReport, judge, tolerance
 from armillary.check.layers import POSITION, ModelParts, kinds_of_layers, methods_in
@@ -73,6 +74,7 @@ class Proof:
         batch: the whole rows, the same on all ranks that share them.
         positions: [T], global positions of this rank's tokens; by default common layouts are tried.
         peers: global ranks that share the rows; by default all.
+        method: the method that attends, which the model may get as an argument; by default those that it has.
     """
 
     def __init__(
@@ -81,11 +83,12 @@ class Proof:
         batch: CheckBatch | ShardTokens,
         positions: Tensor | None = None,
         peers: Sequence[int] | None = None,
+        method: Method | None = None,
     ) -> None:
         self.model: nn.Module = model
         self.batch: CheckBatch | ShardTokens = batch
         self.parts: ModelParts = ModelParts.of(model)
-        self._kinds, self._methods = kinds_of_layers(model), methods_in(model)
+        self._kinds, self._methods = kinds_of_layers(model), methods_in(model) if method is None else [method]
         self.layer: nn.Module | None = None  # the decoder layer that runs
         self.peers: tuple[int, ...] = tuple(range(dist.get_world_size())) if peers is None else tuple(peers)
         self.tokens = batch if isinstance(batch, ShardTokens) else None
@@ -289,7 +292,7 @@ class Proof:
         observation = self.observation
         # Beside ranks with other rows, the loss may be the mean over their labels too.
         if loss is not None and len(self.peers) == dist.get_world_size():
-            observation.reported_loss = float(_full(loss))
+            observation.reported_loss = float(_full(loss.detach() if isinstance(loss, Tensor) else loss))
         if self.tokens is None:
             reason = "the embedding was not observed, or its ids are those of no common layout: give positions"
             observation.reasons |= dict.fromkeys(("share of tokens", "positions", "labels", "loss"), reason)

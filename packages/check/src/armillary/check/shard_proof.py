@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from armillary.attention import Method
 from armillary.check.facts import Fact, Verdict, VerifyReport
 from armillary.check.forwards import gathered
 from armillary.check.layers import layer_kinds
@@ -84,6 +85,6 @@ class ShardProof(Proof):
         return VerifyReport((*super().report(loss).facts, *self.probed))
 
 
-def observe_shard(model: nn.Module, *, peers: Sequence[int], **tokens: Any) -> ShardProof:
+def observe_shard(model: nn.Module, *, method: Method, peers: Sequence[int], **tokens: Any) -> ShardProof:
     """Returns the observation of a step of one shard. `tokens` are the fields of `ShardTokens`."""
-    return ShardProof(model, ShardTokens(**tokens), peers=peers)
+    return ShardProof(model, ShardTokens(**tokens), peers=peers, method=method)

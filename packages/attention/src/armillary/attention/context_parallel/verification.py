@@ -47,6 +47,7 @@ def observe_shard(
     layout = over_all_ranks(layout, method)
     return verifier.load()(
         model,
+        method=method,
         ids=ids,
         labels=labels,
         position_ids=position_ids,
