@@ -119,7 +119,7 @@ class Summary:
     Args:
         first_step: the first step after the start or restart.
         losses: loss of each step from `first_step` on, over all ranks.
-        validation: results of the last validation: "loss", and accuracies by task.
+        validation: results of the last validation: "loss", the mean over all labels.
         tokens: tokens of these steps, over all ranks.
         seconds: duration of these steps, without validation and saving.
         elapsed: seconds since training began, with validation and saving.

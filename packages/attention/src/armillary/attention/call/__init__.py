@@ -5,7 +5,7 @@
     calls               a checked call: plain forward and backward over tensors, and the call that a graph makes
     validation          arguments -> `AttentionSpec`, before any communication
     spec                options, spec and saved tensors of a call, and the functions that a method defines
-    sources             q, k and v a few heads at a time: finished, or projected stage by stage by a model's projections
+    qkv_sources         q, k and v a few heads at a time: finished, or projected stage by stage by a model's projections
     recompute           chunks of tokens, autocast and random numbers of a recomputation, sums of gradients
 
 `Method.__call__` in `methods/base.py` is above all of these, and passes its arguments to `autograd` or `dtensors`.
