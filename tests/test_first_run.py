@@ -11,7 +11,7 @@ from armillary.train.cli import main
 README = (Path(__file__).parent.parent / "README.md").read_text()
 STEP = re.compile(
     r"^step: (\d+) loss: (\d+\.\d{4}) grad_norm: \d+\.\d{4} lr: \d\.\d\de-\d\d memory: \d+\.\d\dGiB "
-    r"tps: [\d,]+ tflops: \S+ mfu: (-|\d+\.\d%)$",
+    r"tps/rank: [\d,]+( tflops/rank: \S+ mfu: \d+\.\d%)?$",
     re.MULTILINE,
 )
 

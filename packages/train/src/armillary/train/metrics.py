@@ -42,11 +42,13 @@ class StepMetrics:
     tokens: int = 0
 
     def line(self) -> str:
-        mfu = "-" if self.utilisation is None else f"{self.utilisation:.1%}"
-        return (  # a format like torchtitan's
+        # A format like torchtitan's. A CPU has no peak to compare with, and its FLOP/s say nothing about a GPU's.
+        share_of_peak = (
+            "" if self.utilisation is None else f" tflops/rank: {self.tflops:.4g} mfu: {self.utilisation:.1%}"
+        )
+        return (
             f"step: {self.step} loss: {self.loss:.4f} grad_norm: {self.grad_norm:.4f} lr: {self.learning_rate:.2e} "
-            f"memory: {self.memory / 2**30:.2f}GiB tps: {self.tokens_per_second:,.0f} "
-            f"tflops: {self.tflops:.4g} mfu: {mfu}"
+            f"memory: {self.memory / 2**30:.2f}GiB tps/rank: {self.tokens_per_second:,.0f}{share_of_peak}"
         )
 
 
