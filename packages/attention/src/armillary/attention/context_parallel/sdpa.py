@@ -46,6 +46,8 @@ def sdpa_parallel(attend: Method) -> SdpaParallel:
     query sees all keys of its document. It does not matter how the model imported the function. Autocast casts q, k and
     v as it does for the function itself.
 
+    `with cp.shard(...)` gives the layout of the shards. Without it, use `with sequence(layout=attend.layout(length))`.
+
     `backward` may run after both blocks (`with batch` and `sdpa_parallel`) have ended. If it recomputes activations,
     call it inside of both: outside, reentrant checkpointing recomputes attention over the local shard without an error.
     Non-reentrant checkpointing raises there, and also inside, in `torch.autograd.grad` and `backward(inputs=...)`.
