@@ -36,7 +36,7 @@ from torch import nn
 from armillary.attention import AttentionMask, ContextParallel, Local, sdpa_parallel, sequence
 from armillary.core import SequenceLayout
 from armillary.core.testing import mesh, value_errors
-from armillary.integrations import ContextParallelTrainer, register_transformers
+from armillary.integrations import ContextParallelTrainer, register_transformers, share_rows
 from armillary.integrations.testing import accelerated
 from armillary.integrations.whole_batches import shard_inputs
 
@@ -306,6 +306,22 @@ def test_calls_are_refused_by_name(monkeypatch, tmp_path, function, wrong, named
     monkeypatch.chdir(tmp_path)  # a trainer makes its folder
     with pytest.raises(ValueError, match=named):
         function(**wrong)
+
+
+DOORS = {
+    "transformers": [lambda: register_transformers(Local()), lambda: prepare(model("LlamaModel", "eager")), LongTrainer],
+    "trl": [type("LongSFTTrainer", (ContextParallelTrainer,), {"__module__": "trl"})],
+    "accelerate": [lambda: share_rows(None, ContextParallel(Local()))],
+    "diffusers": [lambda: prepare(flux()[0])],
+}
+
+
+@pytest.mark.parametrize(("library", "door"), [(name, door) for name, doors in DOORS.items() for door in doors])
+def test_other_releases_are_refused_with_the_versions_that_are_tested(monkeypatch, tmp_path, library, door):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("armillary.integrations.versions.version", {library: "0.9.0"}.get)
+    with pytest.raises(ValueError, match=rf"{library} 0\.9\.0 .*>="):
+        door()
 
 
 # -- four ranks ------------------------------------------------------------------------------------------------------

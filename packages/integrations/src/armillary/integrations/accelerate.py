@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from armillary.attention import ContextParallel, Method
 from armillary.attention.internal import gather_integers
+from armillary.integrations.versions import check_version
 
 
 @dataclass(frozen=True)
@@ -109,10 +110,11 @@ def share_rows(accelerator: Any, cp: ContextParallel) -> RowGroups:
         The groups of ranks.
 
     Raises:
-        ValueError: the accelerator's number of processes is not the number of ranks; its process 0 would dispatch
-            batches to the others; its context, sequence or tensor parallelism is enabled; a rank is in two groups, or
-            groups differ in size.
+        ValueError: a release of accelerate that is not tested; the accelerator's number of processes is not the number
+            of ranks; its process 0 would dispatch batches to the others; its context, sequence or tensor parallelism is
+            enabled; a rank is in two groups, or groups differ in size.
     """
+    check_version("accelerate")
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if accelerator.num_processes != ranks:
         raise ValueError(

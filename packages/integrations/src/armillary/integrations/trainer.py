@@ -21,6 +21,7 @@ from armillary.attention.internal import gather_tokens, over_all_ranks
 from armillary.integrations.accelerate import RowGroups, share_rows
 from armillary.integrations.transformers.models import methods_of, padding_idx_of, parts_of
 from armillary.integrations.transformers.outputs import ROUTER_LOSS_ERROR, predicts_next_token
+from armillary.integrations.versions import check_version
 from armillary.integrations.whole_batches import shard_inputs
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class SharedRowsTrainer(Trainer):
     groups: RowGroups
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        libraries = {base.__module__.partition(".")[0] for base in type(self).__mro__}
+        for library in sorted(libraries & {"transformers", "trl"}):
+            check_version(library)
         super().__init__(*args, **kwargs)
         cp = ContextParallel(attention_method(self.model))
         for reason in self._refusals(cp):
@@ -173,7 +177,7 @@ class ContextParallelTrainer(SharedRowsTrainer):
         # Trainer counts labels over all ranks and divides by get_cp_size, which the mixin overrides.
         count_labels: Any = getattr(self, "_get_num_items_in_batch", None)
         if count_labels is None or "get_cp_size" not in getsource(count_labels):
-            yield "this release of transformers counts labels differently; 5.23 is supported"
+            yield "this release of transformers counts labels differently"
         if marker is not None and marker not in getsource(owner.compute_loss):
             library = owner.__module__.partition(".")[0]
             yield f"this release of {library} computes losses differently; install a newer one"

@@ -31,6 +31,7 @@ from armillary.integrations.diffusers.streams import (
     find_modules,
     keep_streams,
 )
+from armillary.integrations.versions import check_version
 from armillary.integrations.whole_batches import unequal_values
 
 Hook = Callable[..., Any]
@@ -73,13 +74,14 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
             are no DTensors. This copies all of these tensors to the host.
 
     Raises:
-        ValueError: a model of another class, or with attention of another kind (IP-Adapter); a model that is prepared
-            already. Then and at a call: dropout in training; diffusers' `enable_parallelism`; its caches and other
+        ValueError: a release of diffusers that is not tested; a model of another class, or with attention of another
+            kind (IP-Adapter); a model that is prepared already. Then and at a call: dropout in training; diffusers' `enable_parallelism`; its caches and other
             hooks that read the tokens of one rank. At a call: another attention backend of diffusers; a text mask that
             hides tokens before visible ones, or has another length; options for processors other than LoRA's scale;
             tensors that are not whole; fewer image tokens than ranks; a processor or module that was replaced;
             arguments that differ between ranks; a block that runs outside of the model's forward.
     """
+    check_version("diffusers")
     plan, state = Plan.of(model), ForwardState(cp.method)
     _check_model(model, plan)
     # Arguments of the model itself (the empty pattern) are sharded by `_wrap_forward`.

@@ -45,6 +45,7 @@ from armillary.integrations.transformers.positions import (
     repeats_positions,
 )
 from armillary.integrations.transformers.recurrent_layers import has_sharded_states, route_states
+from armillary.integrations.versions import check_version
 
 # Attribute of the wrapper, so that a second registration does not wrap it again.
 MARK = "armillary_checks_sharding"
@@ -140,9 +141,8 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
     `cp.shard`; the token types of models with images; the states of `gated_delta_rule`, `ssd` and `short_convolution`.
 
     Raises:
-        ImportError: transformers is not installed, or has no ALL_ATTENTION_FUNCTIONS or
-            ALL_MASK_ATTENTION_FUNCTIONS.
-        ValueError: `attend` is no method.
+        ImportError: transformers is not installed.
+        ValueError: `attend` is no method; a release of transformers that is not tested, as `check_version` says.
             When a model selects the implementation: its tokens see each other in other ways (Mamba-1, RWKV, other
             linear attention), or it computes attention itself, which `cp.prepare` may route (Falcon, GPT-J).
             At a call, in the model: modules that mix tokens in other ways (convolutions, MobileBERT's `trigram_input`,
@@ -158,15 +158,11 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
             Raised on every rank, except for arguments that are wrong on one rank only.
     """
     check_method(attend)
-    try:
-        masks = import_module("transformers.masking_utils")
-        models = import_module("transformers.modeling_utils")
-        registries: tuple[Any, Any] = models.ALL_ATTENTION_FUNCTIONS, masks.ALL_MASK_ATTENTION_FUNCTIONS
-    except (ImportError, AttributeError) as error:
-        raise ImportError(f"register_transformers needs transformers >= 5: {error}") from error
+    check_version("transformers")
+    masks, models = import_module("transformers.masking_utils"), import_module("transformers.modeling_utils")
     implementation = Implementation(attend)
-    registries[0].register(name, implementation.attention)
-    registries[1].register(name, implementation.mask)
+    models.ALL_ATTENTION_FUNCTIONS.register(name, implementation.attention)
+    masks.ALL_MASK_ATTENTION_FUNCTIONS.register(name, implementation.mask)
     wrap_models(models)
 
 
