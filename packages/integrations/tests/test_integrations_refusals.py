@@ -309,7 +309,10 @@ def test_calls_are_refused_by_name(monkeypatch, tmp_path, function, wrong, named
 
 
 DOORS = {
-    "transformers": [lambda: register_transformers(Local()), lambda: prepare(model("LlamaModel", "eager")), LongTrainer],
+    "transformers": [
+        *(lambda: register_transformers(Local()), lambda: prepare(model("LlamaModel", "eager"))),
+        LongTrainer,
+    ],
     "trl": [type("LongSFTTrainer", (ContextParallelTrainer,), {"__module__": "trl"})],
     "accelerate": [lambda: share_rows(None, ContextParallel(Local()))],
     "diffusers": [lambda: prepare(flux()[0])],

@@ -3,9 +3,11 @@
 import re
 from contextlib import nullcontext
 from copy import deepcopy
+from functools import partial, wraps
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -94,6 +96,38 @@ def test_score_of_a_packed_row_is_that_of_its_last_document(worlds):
         assert relative_error(packed, expected) < 1e-6 and relative_error(embedded, expected) < 1e-6
 
 
+def scores_without_an_id_of_padding() -> tuple[list[float], list[str]]:
+    """Relative errors of a padded row's score, from ids and from embeddings, and the errors of calls without a mask."""
+    cp = ContextParallel("ring", mesh(ring=dist.get_world_size()))
+    ids, attention_mask = (x[1:2] for x in padded_rows())
+    plain = build("Llama", "ForSequenceClassification", **SIZES)
+    model, scores, refusals = cp.prepare(deepcopy(plain)), [], []
+    with torch.no_grad():
+        alone = plain(ids[:, attention_mask[0] == 1]).logits
+        batch = cp.shard(ids, attention_mask=attention_mask)
+        with_mask = {"input_ids": batch.ids, "attention_mask": batch.attention_mask}
+        without = {"input_ids": batch.ids}, {"inputs_embeds": model.model.embed_tokens(batch.ids)}
+        for inputs in (with_mask, *without):
+            with batch:
+                scores.append(model(**inputs, position_ids=batch.position_ids).logits)
+            # The layout and documents do not tell padding.
+            block = sequence(layout=batch.layout, documents=batch.documents, padded=True)
+            with pytest.raises(ValueError) as raised, block:
+                model(**{k: x for k, x in inputs.items() if k != "attention_mask"}, position_ids=batch.position_ids)
+            refusals.append(str(raised.value))
+        several = cp.shard(torch.cat([ids, ids]))
+        with pytest.raises(ValueError) as raised, several:  # transformers' own refusal
+            model(input_ids=several.ids, position_ids=several.position_ids)
+    return [relative_error(score, alone) for score in scores], [*refusals, str(raised.value)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_score_of_a_padded_row_without_an_id_of_padding_is_that_of_the_row_alone(worlds, ranks):
+    for errors, refusals in worlds(ranks).run(scores_without_an_id_of_padding):
+        assert max(errors) < 1e-6
+        assert all("attention_mask" in refusal for refusal in refusals[:3]) and "batch sizes > 1" in refusals[3]
+
+
 POSITIONS = {"start_positions": LABELS, "end_positions": LABELS}
 REFUSED = {  # name: (model, head, settings, inputs of the call, output or argument in the error)
     "pooler": ("Bert", "Model", BERT, {}, "pooler_output"),
@@ -150,6 +184,47 @@ def test_outputs_of_one_shard_are_refused_by_name_and_those_of_tokens_accepted(w
         for (name, case), error in zip(REFUSED.items(), errors, strict=False):
             assert re.search(case[4], error), (name, error)
         assert not any(errors[len(REFUSED) :]), errors
+
+
+ENCODER = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "dim_head": 8, "feedforward_mult": 2, "input_dim": 8}
+ENCODER |= {"output_dim": 8, "context_size": 8, "max_pos_emb": 16, "conv_kernel_size": 3, "conv_expansion_factor": 2}
+PROJECTOR = {"model_type": "blip_2_qformer", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+PROJECTOR |= {"num_attention_heads": 2, "encoder_hidden_size": 16}
+SPEECH = {"text_config": {"model_type": "granite"} | SIZES, "encoder_config": ENCODER, "projector_config": PROJECTOR}
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "attn_layer_indices": [1]}
+
+
+class WithPenalty(transformers.LlamaForCausalLM):
+    def forward(self, **inputs):
+        out = super().forward(**inputs)
+        out.loss += out.logits.square().mean()
+        return out
+
+
+def own_losses() -> list[str]:
+    """The errors of models, wholly or partly prepared, with other losses than transformers' loss functions return."""
+    cp, errors = ContextParallel("ring", mesh(ring=2)), []
+    speech = [build("GraniteSpeech", "ForConditionalGeneration", **SPEECH, has_lora_adapter=False) for _ in range(2)]
+    bamba = build("Bamba", "ForCausalLM", **SIZES, **MAMBA, num_key_value_heads=2, z_loss_coefficient=0.3)
+    penalty = WithPenalty(transformers.LlamaConfig(**SIZES)).double()
+    wrapped = deepcopy(penalty)
+    wrapped.forward = wraps(wrapped.forward)(partial(wrapped.forward))  # as accelerate does for mixed precision
+    whole = [(model, model) for model in (speech[0], bamba, penalty, wrapped)]
+    for model, prepared in (*whole, (speech[1], speech[1].model.language_model)):
+        cp.prepare(prepared)
+        for context in (nullcontext(), torch.inference_mode()):
+            with pytest.raises(ValueError) as raised, cp.shard(padded_rows()[0]) as batch, context:
+                model(**batch.inputs)
+            errors.append(str(raised.value))
+    return errors
+
+
+def test_losses_that_a_model_computes_or_adds_to_are_refused_by_name(worlds):
+    speech = "GraniteSpeechForConditionalGeneration"
+    expected = (f"{speech} returns", "z_loss_coefficient=0.3", "WithPenalty", "WithPenalty", rf"{speech} was given labels")
+    for errors in worlds(2).run(own_losses):
+        for i, pattern in enumerate(expected):
+            assert all(re.search(pattern, error) and "loss" in error for error in errors[2 * i : 2 * i + 2]), errors
 
 
 class WithImages(transformers.LlamaModel):

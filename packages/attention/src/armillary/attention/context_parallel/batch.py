@@ -459,7 +459,8 @@ class ContextParallelBatch:
         context = current_sequence()
         assert context is not None
         context.ddp_modules, context.averaging = self.ddp_modules, self.averaging
-        context.position_ids, context.inferred = self.position_ids, self._inferred and not self._replaces_mask
+        context.position_ids, context.attention_mask = self.position_ids, self.attention_mask
+        context.inferred = self._inferred and not self._replaces_mask
         return self
 
     def __exit__(self, *raised: Any) -> None:

@@ -27,6 +27,7 @@ class SequenceContext:
             segments of a tree.
         padded: as in `sequence`.
         position_ids: [B or 1, T] of this rank, those of the batch that opened the block; None without a batch.
+        attention_mask: [B, T], likewise; None also if the batch has none.
         inferred: True if `documents` are those that position ids of whole rows say.
         used: True once attention inside the block has asked for the layout.
         ddp_modules: DDP modules in whose forward it has.
@@ -46,6 +47,7 @@ class SequenceContext:
         self.mask: AttentionMask | None = mask
         self.used: bool = False
         self.position_ids: Tensor | None = None
+        self.attention_mask: Tensor | None = None
         self.inferred = False
         self.ddp_modules: set[DistributedDataParallel] = set()
         self.averaging: AveragingCheck | None = None

@@ -75,11 +75,12 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
 
     Raises:
         ValueError: a release of diffusers that is not tested; a model of another class, or with attention of another
-            kind (IP-Adapter); a model that is prepared already. Then and at a call: dropout in training; diffusers' `enable_parallelism`; its caches and other
-            hooks that read the tokens of one rank. At a call: another attention backend of diffusers; a text mask that
-            hides tokens before visible ones, or has another length; options for processors other than LoRA's scale;
-            tensors that are not whole; fewer image tokens than ranks; a processor or module that was replaced;
-            arguments that differ between ranks; a block that runs outside of the model's forward.
+            kind (IP-Adapter); a model that is prepared already. Then and at a call: dropout in training; diffusers'
+            `enable_parallelism`; its caches and other hooks that read the tokens of one rank. At a call: another
+            attention backend of diffusers; a text mask that hides tokens before visible ones, or has another length;
+            options for processors other than LoRA's scale; tensors that are not whole; fewer image tokens than ranks; a
+            processor or module that was replaced; arguments that differ between ranks; a block that runs outside of the
+            model's forward.
     """
     check_version("diffusers")
     plan, state = Plan.of(model), ForwardState(cp.method)

@@ -44,7 +44,8 @@ from armillary.integrations.transformers.recurrent_layers import OPTION, StateSe
 
 # Options of layers that do not change attention. Only layers with a state use `seq_idx`.
 HARMLESS = frozenset(
-    {"cache_position", "deterministic", "layer_idx", "max_length_k", "max_length_q", "num_items_in_batch"}
+    {"cache_position", "deterministic", "layer_idx", "logits_to_keep", "max_length_k", "max_length_q"}
+    | {"num_items_in_batch"}
     | {"output_hidden_states", "output_router_logits", "position_embeddings", "return_dict", "training", "use_cache"}
     | {"seq_idx", "shift_labels", OPTION}
 )

@@ -1,7 +1,7 @@
 """Losses and outputs of a model of transformers on a shard of the sequence.
 
 - The loss that a model computes from a shard's labels is right as a sum over tokens, divided by the number of labels on
-  all ranks: `checked_loss` refuses other losses.
+  all ranks: `checked_loss` refuses other losses, and `check_outputs` refuses a loss to which a model has added terms.
 - Outputs with one value per row, such as a reward or a class: a head that takes one token, or the mean of tokens, takes
   it from its shard, and each rank returns something else. `score_row_ends` makes scores of a row's last token right on
   every rank; `check_outputs` refuses all other such outputs.
@@ -13,8 +13,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import is_dataclass
 from importlib import import_module
-from inspect import getsource, signature, unwrap
-from types import CodeType, SimpleNamespace
+from inspect import currentframe, getsource, signature, unwrap
+from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,15 +24,15 @@ from armillary.attention import Method
 from armillary.attention.internal import current_sequence, gather_integers, method_axes, over_all_ranks, sum_over_axes
 from armillary.core import SequenceLayout
 from armillary.core.internal import compat
-from armillary.integrations.transformers.models import is_model, method_of, parts_of, shards_of
+from armillary.integrations.transformers.models import is_model, method_of, parts_of
 
 # Losses.
 
 # Matches `labels[..., 1:]` in the forward of a model that shifts labels itself.
 SHIFTED_LABELS = re.compile(r"labels\[[^\]]*\b1 ?:")
 
-# Attribute of a model whose loss function was called since its last forward, by `checked_loss`.
-LOSS_CHECKED = "armillary_loss_checked"
+# Attribute of a loss that `checked_loss` has returned: its state then.
+CHECKED = "armillary_checked"
 
 ROUTER_LOSS_ERROR = (
     "output_router_logits=True: the routers' auxiliary loss is not linear in the tokens, so losses of shards do not "
@@ -65,15 +65,6 @@ def predicts_next_token(model: nn.Module) -> bool:
     return function is None or "shift_labels" in signature(function).parameters  # None: the loss of the next token
 
 
-def refuse_labels(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Pre-forward hook that raises ValueError for labels given to a model that `computes_loss`, on several ranks."""
-    if kwargs.get("labels") is not None and shards_of(model.config) > 1:
-        raise ValueError(
-            f"{type(model).__name__} computes its loss itself, as a mean over the labels of this shard alone: do not "
-            "pass labels, and give its logits to cp.loss"
-        )
-
-
 def checked_loss(function: Callable[..., Any], model: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Calls a model's own loss. Raises ValueError unless losses of shards add up to the loss of the sequence."""
     if scores_row_ends(type(model)):
@@ -91,8 +82,25 @@ def checked_loss(function: Callable[..., Any], model: Any, /, *args: Any, **kwar
         )
     if any(getattr(part, "output_router_logits", False) for part in parts_of(model.config)):
         raise ValueError(ROUTER_LOSS_ERROR)
-    setattr(model, LOSS_CHECKED, True)
-    return function(*args, **kwargs)
+    loss = function(*args, **kwargs)
+    setattr(loss, CHECKED, _state(loss))
+    return loss
+
+
+def _is_checked(loss: Tensor) -> bool:
+    """Returns True for a loss that `checked_loss` has returned, and to which nothing was added since."""
+    # `loss + term` is another tensor, `loss += term` the same one in another state.
+    return hasattr(loss, CHECKED) and bool(getattr(loss, CHECKED) == _state(loss))
+
+
+def _state(x: Tensor) -> Any:
+    return x.clone() if x.is_inference() else x._version  # inference tensors count no versions
+
+
+def _replaces_forward(model: Any) -> bool:
+    """Returns True if the forward of an instance is not that of its class, perhaps wrapped, as accelerate does."""
+    forwards = [unwrap(model.forward), unwrap(type(model).forward)]
+    return getattr(forwards[0], "__func__", forwards[0]) is not forwards[1]
 
 
 # Scores of a row's last token.
@@ -119,16 +127,25 @@ def _forward_of_classifier(model: type) -> CodeType | None:
 
 @compat.never_traced  # it communicates
 def find_row_ends(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Pre-forward hook of a model on several ranks: tells a classifier's head where each row ends.
+    """Pre-forward hook of a model on shards: tells a classifier's head where each row ends.
+
+    A row ends with its last token that is no padding: that `attention_mask` does not hide and whose id is not the
+    config's pad_token_id. transformers reads ids alone, and without pad_token_id scores the last token of all.
 
     Bytes sent: for a classifier, a `gather_integers` of B integers. Every rank of the method must call it.
+
+    Raises:
+        ValueError: `logits_to_keep`; labels of tokens for a classifier; shards without tokens; rows with padding, of
+            which neither an attention_mask nor an id tells. All but the last on several ranks only.
     """
     method = method_of(model.config)
-    if method is None or method.shards == 1:
+    if method is None:
         return
-    keep = kwargs.get("logits_to_keep")
-    if isinstance(keep, Tensor) or keep:
-        layout = _current_layout(method)
+    call = signature(model.forward).bind_partial(*args, **kwargs).arguments
+    call = {**call, **call.get("kwargs", {})}
+    context, layout = current_sequence(), _current_layout(method)
+    keep = call.get("logits_to_keep")
+    if method.shards > 1 and (isinstance(keep, Tensor) or keep):
         counts = None if layout is None else (layout.sizes[method.shard], layout.length)
         tokens = " " if counts is None else f" {counts[0]} tokens of this shard, not the {counts[1]} "
         raise ValueError(
@@ -138,29 +155,36 @@ def find_row_ends(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     code = _forward_of_classifier(type(model))
     if code is None:
         return
-    if kwargs.get("shift_labels") is not None:
+    if method.shards > 1 and call.get("shift_labels") is not None:
         raise ValueError(
-            f"{type(model).__name__} was given labels {list(kwargs['shift_labels'].shape)} of tokens; it takes one per "
+            f"{type(model).__name__} was given labels {list(call['shift_labels'].shape)} of tokens; it takes one per "
             "row: after cp.prepare(model), model(**batch.inputs, labels=labels). Its loss is then that of whole rows "
             "on every rank: call backward on it, without cp.loss"
         )
-    layout = _current_layout(method)
-    if layout is None:  # attention will raise
+    if context is None or layout is None:  # on several ranks, attention will raise
         return
     if not min(layout.sizes):
         raise ValueError(
             f"{layout} has shards without tokens, which {type(model).__name__} cannot score: use less ranks"
         )
-    # 1. The last token of each row. As in transformers: the last one whose id is not that of padding, or the last of
-    # all if there is no such id.
-    ids = kwargs.get("input_ids", args[0] if args else None)
-    inputs = kwargs["inputs_embeds"] if ids is None else ids
-    positions = layout.positions(method.shard).to(inputs.device)
+    # 1. The last token of each row.
+    ids = call.get("input_ids")
+    inputs = call["inputs_embeds"] if ids is None else ids
+    masks = [x for x in (context.attention_mask, call.get("attention_mask")) if isinstance(x, Tensor)]
     padding: int | None = model.config.get_text_config().pad_token_id
-    ends = torch.full((len(inputs),), layout.length - 1, device=inputs.device)
-    if padding is not None and ids is not None:
-        local_ends = torch.where(ids != padding, positions, 0).amax(1)
-        ends = torch.tensor(gather_integers([local_ends.tolist()], method), device=ids.device).amax(0)
+    if context.padded and not masks and (ids is None or padding is None):
+        raise ValueError(
+            f"{type(model).__name__} cannot tell the padding of rows, whose last token it scores: pass attention_mask, "
+            "or input_ids, with pad_token_id in the config"
+        )
+    visible = torch.ones(inputs.shape[:2], dtype=torch.bool, device=inputs.device)
+    if masks and masks[0].shape == visible.shape:  # attention refuses masks of other shapes
+        visible &= masks[0].to(inputs.device) != 0
+    if ids is not None and padding is not None:
+        visible &= ids != padding
+    positions = layout.positions(method.shard).to(inputs.device)
+    local_ends = torch.where(visible, positions, 0).amax(1)
+    ends = torch.tensor(gather_integers([local_ends.tolist()], method), device=inputs.device).amax(0)
     matches = positions == ends[:, None]
     # 2. The head: the module of the classifier's forward that scores tokens.
     label_count: int = model.config.num_labels
@@ -192,7 +216,8 @@ def score_row_ends(head: nn.Module, args: tuple[Any, ...], scores: Tensor) -> Te
         return scores
     method, model, indices, is_local = row_ends
     context = current_sequence()
-    if context is not None:  # the model's loss of these scores needs no `cp.loss`, which would check the average
+    # The model's loss of these scores needs no `cp.loss`, which would check the average.
+    if context is not None and method.shards > 1:
         context.check_averaging(scores, method, model)
     local = scores[torch.arange(len(scores), device=scores.device), indices]
     # The rank that has a row's last token contributes its score, other ranks zeros.
@@ -206,7 +231,7 @@ def score_row_ends(head: nn.Module, args: tuple[Any, ...], scores: Tensor) -> Te
 
 @compat.never_traced  # it communicates
 def check_outputs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-    """Forward hook of a model on several ranks: refuses outputs that are this rank's alone.
+    """Forward hook of a model on several ranks: refuses outputs that are this rank's alone, also as terms of its loss.
 
     Bytes sent, if the model was given images or other features and returns such outputs: a `gather_integers` of three
     integers for each.
@@ -217,15 +242,15 @@ def check_outputs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     method, context = method_of(model.config), current_sequence()
     if method is None or method.shards == 1:
         return
-    layout, loss_checked = _current_layout(method), vars(model).pop(LOSS_CHECKED, False)
-    if context is None or layout is None:
+    layout = _current_layout(method)
+    if context is None or layout is None or _is_part_of_a_call(model):
         return
     tokens, name = layout.sizes[method.shard], type(model).__name__
     inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     candidates = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *inputs)
     row_count = next((len(x) for x in candidates if x is not None), 0)
     # TRL's fused head replaces the forward of an instance and computes the loss from shifted labels.
-    loss_is_users = hasattr(model, "_loss_function") or "forward" in vars(model)
+    loss_is_users = hasattr(model, "_loss_function") or _replaces_forward(model)
     # Scores of rows and their loss are those of whole rows on every rank.
     right_shapes = [(), (row_count, model.config.num_labels)] if scores_row_ends(type(model)) else []
     rows: dict[str, Tensor] = {}
@@ -236,10 +261,11 @@ def check_outputs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
             context.check_averaging(x, method, model)  # again, because a compiled model did not check its scores
             continue
         if x.ndim == 0 and x.is_floating_point():
-            if not (loss_checked or loss_is_users):
+            if not (_is_checked(x) or loss_is_users):
                 raise ValueError(
-                    f"{name} returns {path}, a number that it computes itself from the {tokens} tokens of this shard: "
-                    "leave out the labels that it is computed from, and compute the loss from the model's outputs"
+                    f"{name} returns {path}, a number that it computes itself from the {tokens} tokens of this shard, "
+                    f"or adds terms to{_coefficients(model.config)}: leave out the labels that it is computed from, "
+                    "and compute the loss from the model's outputs"
                 )
         elif not _has_tokens(x, row_count, tokens) or _is_per_row(model, output, path, x):
             rows[path] = x
@@ -256,6 +282,42 @@ def check_outputs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
             "the model has no such option, leave the output out in a forward hook (register_forward_hook(..., "
             "prepend=True))"
         )
+
+
+def add_output_check(model: Any) -> None:
+    if check_outputs not in model._forward_hooks.values():
+        # The first hook: a later one may cast the loss, as FSDP2's does.
+        model.register_forward_hook(check_outputs, with_kwargs=True, prepend=True)
+
+
+def _is_part_of_a_call(model: nn.Module) -> bool:
+    """Returns True inside the forward of a model around this one, which may use its outputs or not, and is checked.
+
+    Raises:
+        ValueError: the outer model was not prepared, and computes a loss from labels that it was given.
+    """
+    frame: FrameType | None = currentframe()
+    while frame is not None:
+        outer: Any = frame.f_locals.get("self") if "forward" in frame.f_code.co_name else None
+        if is_model(outer) and outer is not model:
+            if check_outputs in outer._forward_hooks.values():
+                return True
+            # Only a part of the model was prepared. A hook added during a call may run from the next call on.
+            if frame.f_locals.get("labels") is not None and computes_loss(type(outer)):
+                raise ValueError(
+                    f"{type(outer).__name__} was given labels, of which it computes the mean over this shard: leave "
+                    "them out, and give its logits to cp.loss"
+                )
+            add_output_check(outer)
+        frame = frame.f_back
+    return False
+
+
+def _coefficients(config: Any) -> str:
+    """Returns the config's coefficients of losses that are not 0, to be named in an error."""
+    fields = [field for part in parts_of(config) for field in vars(part).items()]
+    terms = [f"{name}={x}" for name, x in fields if "loss" in name and isinstance(x, float) and x]
+    return f" ({', '.join(terms)} in its config)" if terms else ""
 
 
 def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:

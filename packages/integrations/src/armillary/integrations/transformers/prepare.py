@@ -30,12 +30,10 @@ from armillary.integrations.transformers.models import (
     shards_of,
 )
 from armillary.integrations.transformers.outputs import (
-    check_outputs,
+    add_output_check,
     checked_loss,
-    computes_loss,
     find_row_ends,
     predicts_next_token,
-    refuse_labels,
 )
 from armillary.integrations.transformers.positions import (
     check_image_positions,
@@ -153,8 +151,8 @@ def register_transformers(attend: Method, name: str = "armillary") -> None:
             hides tokens and was not given to `cp.shard`; position ids that are missing, do not fit the layout or are
             below the model's first position (`padding_idx` + 1), or [B, T] beside images in a model with M-RoPE;
             position ids of several documents for a bidirectional model; labels without shift_labels and
-            num_items_in_batch, or for a loss that the model computes itself or that does not predict the next token;
-            labels with output_router_logits.
+            num_items_in_batch, or for a loss that does not predict the next token; labels with output_router_logits; a
+            loss that the model computes itself, or to which it adds terms.
             Raised on every rank, except for arguments that are wrong on one rank only.
     """
     check_method(attend)
@@ -171,15 +169,27 @@ def wrap_models(models: Any) -> None:
     base = models.PreTrainedModel
     if hasattr(base.get_correct_attn_implementation, MARK):
         return
-    choose, loss = base.get_correct_attn_implementation, base.loss_function
+    choose, select, loss = base.get_correct_attn_implementation, base.set_attn_implementation, base.loss_function
+    complete = base.post_init
 
     @wraps(choose)
     def check_and_choose(model: Any, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
         # Models with other implementations, such as image towers, are not checked.
         if method_of_implementation(models.ALL_ATTENTION_FUNCTIONS.get(requested_attention)):
             check_model(type(model), model.config)
-            add_hooks(model)
         return choose(model, requested_attention, *args, **kwargs)
+
+    # A model around the parts that select our implementation has positions, outputs and losses of its own, and need not
+    # select any (Granite Speech). All parts have their hooks once a model is complete, and after a later selection.
+    @wraps(complete)
+    def complete_with_hooks(model: Any) -> None:
+        complete(model)
+        add_hooks(model)
+
+    @wraps(select)
+    def select_with_hooks(model: Any, *args: Any, **kwargs: Any) -> None:
+        select(model, *args, **kwargs)
+        add_hooks(model)
 
     def loss_function(model: Any) -> Callable[..., Any]:
         function = loss.fget(model)
@@ -189,27 +199,29 @@ def wrap_models(models: Any) -> None:
 
     setattr(check_and_choose, MARK, True)
     base.get_correct_attn_implementation = check_and_choose
+    base.post_init, base.set_attn_implementation = complete_with_hooks, select_with_hooks
     base.loss_function = property(loss_function, loss.fset)
 
 
-def add_hooks(model: Any) -> None:
-    """Adds the checks and hooks of a model that selects one of our implementations."""
-    # Parts with the config of their model (Mamba2Model in Mamba2ForCausalLM) are not asked to choose.
-    for part in model.modules():
-        if is_model(part) and has_sharded_states(type(part)):
-            route_states(type(part))
-            hook_once(part, StateHook())
+def add_hooks(model: nn.Module) -> None:
+    """Adds checks and hooks to each model of transformers in a model of which a part selects our implementation."""
+    for part in filter(is_model, model.modules()):
+        if methods_of(part.config):
+            add_hooks_of_model(part)
+
+
+def add_hooks_of_model(model: Any) -> None:
+    if has_sharded_states(type(model)):
+        route_states(type(model))
+        hook_once(model, StateHook())
     ropes = [getattr(part, "rope_parameters", None) for part in parts_of(model.config)]
     if depends_on_last_position(ropes):
         hook_once(model, give_last_position)
     hook_once(model, give_positions)
     hook_once(model, find_row_ends)
-    if check_outputs not in model._forward_hooks.values():
-        model.register_forward_hook(check_outputs, with_kwargs=True)
+    add_output_check(model)
     if repeats_positions(type(model)):
         hook_once(model, check_image_positions)
-    if computes_loss(type(model)):
-        hook_once(model, refuse_labels)
 
 
 def hook_once(model: Any, hook: Any) -> None:
