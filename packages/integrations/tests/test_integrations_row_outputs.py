@@ -138,6 +138,7 @@ REFUSED = {  # name: (model, head, settings, inputs of the call, output or argum
     "mean": ("ModernBert", "ForSequenceClassification", MODERN | {"classifier_pooling": "mean"}, {}, "logits"),
     "answers, own loss": ("Bert", "ForQuestionAnswering", BERT, POSITIONS, "loss"),
     "answers": ("Llama", "ForQuestionAnswering", SIZES, POSITIONS, "shift_labels"),
+    "answers to a question": ("Splinter", "ForQuestionAnswering", BERT, {}, "SplinterForQuestionAnswering selects"),
     "one logit": ("Llama", "ForCausalLM", SIZES, {"logits_to_keep": 1}, "logits_to_keep=1.* 25 .* 50 "),
     "chosen logits": ("Llama", "ForCausalLM", SIZES, {"logits_to_keep": torch.tensor([3])}, "logits_to_keep"),
     "text tower": ("CLIPText", "ModelWithProjection", SIZES | {"eos_token_id": 2}, {}, "text_embeds|pooler_output"),
@@ -221,7 +222,13 @@ def own_losses() -> list[str]:
 
 def test_losses_that_a_model_computes_or_adds_to_are_refused_by_name(worlds):
     speech = "GraniteSpeechForConditionalGeneration"
-    expected = (f"{speech} returns", "z_loss_coefficient=0.3", "WithPenalty", "WithPenalty", rf"{speech} was given labels")
+    expected = (
+        f"{speech} returns",
+        "z_loss_coefficient=0.3",
+        "WithPenalty",
+        "WithPenalty",
+        rf"{speech} was given labels",
+    )
     for errors in worlds(2).run(own_losses):
         for i, pattern in enumerate(expected):
             assert all(re.search(pattern, error) and "loss" in error for error in errors[2 * i : 2 * i + 2]), errors

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator
+from functools import cache
 from inspect import getsource, signature, unwrap
 from types import CodeType, FunctionType
 from typing import Any
@@ -121,6 +122,9 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 # Functions by which a module computes attention weights itself.
 OWN_ATTENTION = frozenset({"softmax", "Softmax", "scaled_dot_product_attention"})
+
+# Functions by which a model's own forward selects tokens of a row, such as that of a question (Splinter).
+TOKEN_SELECTION = frozenset({"argmax", "gather"})
 
 # Matches class names of modules that attend. Routers of experts call softmax too.
 ATTENTION = re.compile("Attention|Attn")
@@ -285,6 +289,12 @@ def selects_keys(layer: type) -> bool:
     return SELECTION.search(layer.__name__) is not None or (calls_topk and "Attention" in layer.__name__)
 
 
+@cache
+def selects_tokens(model: type) -> bool:
+    """Returns True for a class of models whose own forward selects tokens of a row, by their ids or scores."""
+    return not TOKEN_SELECTION.isdisjoint(_names(_forwards_of(model), model, set()))
+
+
 def _is_token_layer(model: nn.Module, name: str) -> bool:
     """Returns True for a module in a list of layers of a model that takes token ids, not of an image or audio part."""
     # Other modules, such as the projector of images, do not see the tokens of a shard.
@@ -345,10 +355,13 @@ def _files_use_interface(model: type) -> bool:
 
 def _names_in_forward(module: nn.Module) -> set[str]:
     """Returns the names in a module's forward and in the functions of its file, or of a user's, that it calls."""
-    # `_names` follows a wrapper, set on a class or on one module, to the function that it wraps. Calls of super() reach
-    # the forwards of all bases.
-    forwards = [vars(base).get("forward") for base in type(module).__mro__ if base is not nn.Module]
-    return set(_names([vars(module).get("forward"), *forwards], type(module), set()))
+    # `_names` follows a wrapper, set on a class or on one module, to the function that it wraps.
+    return set(_names([vars(module).get("forward"), *_forwards_of(type(module))], type(module), set()))
+
+
+def _forwards_of(module: type) -> list[Any]:
+    # Calls of super() reach the forwards of all bases.
+    return [vars(base).get("forward") for base in module.__mro__ if base is not nn.Module]
 
 
 def _names(functions: Iterable[Any], owner: type, visited: set[CodeType]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from armillary.attention import Method
 from armillary.attention.internal import current_sequence, gather_integers, method_axes, over_all_ranks, sum_over_axes
 from armillary.core import SequenceLayout
 from armillary.core.internal import compat
-from armillary.integrations.transformers.models import is_model, method_of, parts_of
+from armillary.integrations.transformers.models import is_model, method_of, parts_of, selects_tokens
 
 # Losses.
 
@@ -135,8 +135,9 @@ def find_row_ends(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Bytes sent: for a classifier, a `gather_integers` of B integers. Every rank of the method must call it.
 
     Raises:
-        ValueError: `logits_to_keep`; labels of tokens for a classifier; shards without tokens; rows with padding, of
-            which neither an attention_mask nor an id tells. All but the last on several ranks only.
+        ValueError: `logits_to_keep`; a head that selects other tokens; labels of tokens for a classifier; shards
+            without tokens; rows with padding, of which neither an attention_mask nor an id tells. All but the last on
+            several ranks only.
     """
     method = method_of(model.config)
     if method is None:
@@ -154,6 +155,12 @@ def find_row_ends(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
     code = _forward_of_classifier(type(model))
     if code is None:
+        # Without a head, selected tokens are outputs of rows, which `check_outputs` sees.
+        if method.shards > 1 and model.base_model is not model and selects_tokens(type(model)):
+            raise ValueError(
+                f"{type(model).__name__} selects tokens of a row for its outputs, among those of each shard only; such "
+                "a model cannot be sharded"
+            )
         return
     if method.shards > 1 and call.get("shift_labels") is not None:
         raise ValueError(
