@@ -5,7 +5,7 @@ import torch
 from tiny_models import build
 from torch.distributed.fsdp import fully_shard
 
-from armillary.attention import ContextParallel
+from armillary.attention import AttentionMask, ContextParallel
 from armillary.core.testing import mesh, relative_error
 
 
@@ -62,3 +62,29 @@ def test_dropping_whole_layers_is_refused_in_training(worlds):
     for dropping, *others in worlds(2).run(errors_of_layer_dropout):
         assert "layerdrop=0.5" in dropping
         assert others == ["", ""]
+
+
+def leave_mask_out(layer, args, kwargs):
+    """A pre-forward hook of attention, as accelerate and NeMo add for their own context parallelism."""
+    return args, {**kwargs, "attention_mask": None, "is_causal": True}
+
+
+def logits_without_masks() -> tuple[float, str]:
+    """The relative error of logits, with hooks and a mask of the batch, and the refusal without that mask."""
+    cp, mask = ContextParallel("ring", mesh(ring=2)), AttentionMask(causal=True, documents=(0, 20, 45))
+    model = cp.prepare(build("llama", "eager"))
+    with torch.no_grad():
+        with cp.shard(tokens(0), mask=mask) as batch:
+            expected = model(**batch.inputs).logits
+        for layer in model.model.layers:
+            layer.self_attn.register_forward_pre_hook(leave_mask_out, with_kwargs=True)
+        with cp.shard(tokens(0), mask=mask) as batch:
+            logits = model(**batch.inputs).logits
+        with pytest.raises(ValueError) as raised, cp.shard(tokens(0)) as batch:
+            model(**batch.inputs)
+    return relative_error(logits, expected), str(raised.value)
+
+
+def test_the_mask_of_a_batch_replaces_one_that_hooks_leave_out(worlds):
+    for error, refusal in worlds(2).run(logits_without_masks):
+        assert error < 1e-12 and "LlamaAttention" in refusal

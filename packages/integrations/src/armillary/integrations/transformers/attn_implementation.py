@@ -163,6 +163,9 @@ class Implementation(ShardedImplementation):
             raise ValueError(
                 f"{name} has {query.shape[2]} queries and {key.shape[2]} keys: no KV cache, no cross-attention"
             )
+        # Trainers with context parallelism of their own leave the mask out by a hook; that of the batch replaces it.
+        if attention_mask is None and is_causal:
+            attention_mask = self._mask_of_batch(query)
         if not isinstance(attention_mask, ShardMask):
             kind = "none" if attention_mask is None else f"{type(attention_mask).__name__} of its own"
             raise ValueError(
@@ -191,6 +194,15 @@ class Implementation(ShardedImplementation):
         expansion, layout = expansion_of(module), attention_mask.layout
         scores: Any = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
         return self.method(q, k, v, mask=mask, layout=layout, expansion=expansion, **scores), None
+
+    def _mask_of_batch(self, query: Tensor) -> ShardMask | None:
+        """Returns the mask given to `sequence` or `cp.shard`; None without one."""
+        context = current_sequence()
+        if context is None or context.mask is None:
+            return None
+        layout = context.layout_for(self.method, query.shape[2])
+        shard, nothing = self.method.shard, (None, None)
+        return ShardMask(context, layout, shard, None, None, None, nothing, False, 0, None, len(query), self.attention)
 
     @compat.never_traced  # it communicates
     def _read_mask(
