@@ -7,9 +7,15 @@ import pytest
 import torch
 from planted_faults import Model, reduce, step
 
-from armillary.check import CheckBatch, verify, verifying
+from armillary.attention import ContextParallel
+from armillary.check import CheckBatch, StepOutput, verify, verifying
+from armillary.core.testing import mesh
+
+transformers = pytest.importorskip("transformers")
 
 CALLS = "windows and softcaps of calls"  # of Armillary's methods, by which this model does not attend
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 DOCUMENTS = (0, 13, 21, 40, 64)
 # Fault -> the fact that is wrong, and words that name it.
 OBSERVED = {
@@ -119,3 +125,24 @@ def test_a_right_step_raises_no_alarm(worlds, ranks):
         report = worlds(ranks).run(observed_step, "", documents)[0]
         verdicts = {x["verdict"] for x in report["facts"] if x["name"] != CALLS}
         assert verdicts == {"right"}, json.dumps(report, indent=1)
+
+
+def step_of_ignored_windows():
+    """A model of transformers whose layers keep a window that they never read, as Moshi's do."""
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double()
+    for layer in model.model.layers:
+        layer.sliding_window = 8
+    cp, batch = ContextParallel("ring", mesh(ring=2)), new_batch(documents=None)
+    cp.prepare(model)
+
+    def loss(model, rows):
+        with cp.shard(rows.ids, shift_labels=rows.shifted_labels) as shard:
+            output = model(**shard.inputs)
+            return StepOutput(cp.loss(output.loss, shard), shard.layout.positions(cp.method.shard))
+
+    return verify(model, batch, loss, reduce=cp.reduce_gradients).to_dict()
+
+
+def test_a_window_that_layers_never_read_is_not_asked_for(worlds):
+    report = worlds(2).run(step_of_ignored_windows)[0]
+    assert report["right"], json.dumps(report, indent=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import isfunction, unwrap
 from typing import Any
 
 from torch import nn
@@ -16,8 +17,8 @@ POSITION = re.compile("wpe|pos", re.I)
 """Matches names of arguments that are position ids, and of embeddings of positions."""
 KNOWN_MASKS = ("full_attention", "sliding_attention", None)
 """Layer types of a configuration whose masks are known."""
-FADING = re.compile("mamba|ssm|delta|recurrent|linearattention|kda|state", re.I)
-"""Matches class names of layers with a state, in which tokens fade."""
+FADING = re.compile("SSM|Ssm|(?i:mamba|delta|recurrent|linearattention|kda|state)")
+"""Matches class names of layers with a state, in which tokens fade. GptOssMLP has none."""
 CHOICE = re.compile("expert|moe|router", re.I)
 """Matches names of modules that choose experts: outputs and loss jump where a choice changes."""
 
@@ -72,7 +73,8 @@ class LayerKind:
 
     Args:
         window: the number of tokens that a query sees, its own included; None for all.
-        known: False if the configuration names a mask that is not known here, or a state fades: it may reach less far.
+        known: False if the configuration names a mask that is not known here, the layer keeps a window that it never
+            reads (Moshi), or a state fades: it may reach less far.
         softcap: of its scores; None without.
         configured: False if the model has no configuration, so that calls alone say which window they need.
     """
@@ -107,8 +109,10 @@ def kinds_of_layers(model: nn.Module) -> list[LayerKind]:
         fades = any(FADING.search(type(x).__name__) for x in layer.modules())
         values = [y for x in layer.modules() for key, y in vars(x).items() if "softcap" in key]
         caps = [float(x) for x in values if isinstance(x, (int, float)) and x]
-        known = name in KNOWN_MASKS and not fades
-        kinds.append(LayerKind(layer, _window(layer, name, config), known, next(iter(caps), None), config is not None))
+        ignores = _ignores_window(layer)
+        known = name in KNOWN_MASKS and not fades and not ignores
+        window = None if ignores else _window(layer, name, config)
+        kinds.append(LayerKind(layer, window, known, next(iter(caps), None), config is not None))
     return kinds
 
 
@@ -121,10 +125,25 @@ def layer_kinds(model: nn.Module) -> dict[str, LayerKind]:
     return dict(first.values())
 
 
+WINDOW_FIELDS = ("sliding_window", "window")
+
+
+def _ignores_window(layer: nn.Module) -> bool:
+    """Returns True for a layer that keeps a window and reads none after its constructor."""
+    modules = list(layer.modules())
+    classes = {base for module in modules for base in type(module).__mro__ if base is not nn.Module}
+    functions = [
+        unwrap(x) for base in classes for name, x in vars(base).items() if isfunction(x) and name != "__init__"
+    ]
+    names = [str(name) for x in functions for name in (*x.__code__.co_names, *x.__code__.co_consts)]
+    keeps_one = any(isinstance(vars(module).get(field), int) for module in modules for field in WINDOW_FIELDS)
+    return keeps_one and not any("window" in name for name in names)
+
+
 def _window(layer: nn.Module, kind: str | None, config: Any) -> int | None:
     if kind == "full_attention":
         return None
-    values = [vars(x)[key] for x in layer.modules() for key in ("sliding_window", "window") if key in vars(x)]
+    values = [vars(x)[key] for x in layer.modules() for key in WINDOW_FIELDS if key in vars(x)]
     if values or kind not in (None, "sliding_attention") or not getattr(config, "use_sliding_window", True):
         return next((value for value in values if isinstance(value, int)), None)
     return getattr(config, "sliding_window", None)
