@@ -38,10 +38,11 @@ CONFIG = Config(
 )
 
 
-def trainer_events(folder, parallel, **train_options):
-    options = TrainConfig(steps=3, device="cpu", output=folder, **train_options)
-    rows = DataConfig(path=TEXT, sequence_length=64, global_batch_size=4, reset_positions=True)
-    train(replace(CONFIG, parallel=parallel, train=options, data=rows))
+def trainer_events(folder, parallel, model=CONFIG.model, data=None, **train_options):
+    options = TrainConfig(**{"steps": 3, "device": "cpu", "output": folder} | train_options)
+    rows = {"path": TEXT, "sequence_length": 64, "global_batch_size": 4, "reset_positions": True}
+    data = DataConfig(**rows | (data or {}))
+    train(replace(CONFIG, parallel=parallel, train=options, model=model, data=data))
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [x for x in events if x.get("event") == "verified"]
 
@@ -74,6 +75,33 @@ def test_the_trainer_verifies_its_steps(worlds, tmp_path, parallel, options):
     probes = ("attention across shards", "no look-ahead", "same prefix in shorter rows", "loss along the gradient")
     not_observed = dict.fromkeys(("documents", "windows", "sinks and biases"), NOT)
     assert verdicts[0] == observed | dict.fromkeys(probes, head) | not_observed, events[0]["text"]
+
+
+TIED, GPT2 = replace(CONFIG.model, tied_embeddings=True), ModelConfig(family="gpt", dim=32, layers=2, heads=4)
+HYBRID = replace(CONFIG.model, mixers=("mamba2", "attention"))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "model", "options"),
+    [
+        # Hidden states have a half of a shard's tokens, which are odd, and later micro-batches are of the same size.
+        (4, ParallelConfig(ring=2, tp=2), TIED, {"data": {"sequence_length": 62}, "accumulation": 2}),
+        (2, ParallelConfig(tp=2), GPT2, {}),
+        # Layers with a state have contiguous shards, of which others are the longest.
+        (3, ParallelConfig(ring=3, contiguous_states=True), HYBRID, {"precision": "float64"}),
+        # The shards of each micro-batch end elsewhere.
+        (
+            2,
+            ParallelConfig(ring=2),
+            CONFIG.model,
+            {"data": {"documents": True, "layout": "balanced"}, "accumulation": 4},
+        ),
+    ],
+    ids=["tied embeddings beside tp", "gpt", "contiguous states", "balanced"],
+)
+def test_right_steps_of_the_trainer_raise_no_alarm(worlds, tmp_path, ranks, parallel, model, options):
+    events = worlds(ranks).run(trainer_events, tmp_path, parallel, model, **options)[0]
+    assert [x["step"] for x in events] == [1, 2] and all(": wrong" not in x["text"] for x in events)
 
 
 def losses(verify_every, sequence_length):

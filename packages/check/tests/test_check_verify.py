@@ -20,6 +20,7 @@ DOCUMENTS = (0, 13, 21, 40, 64)
 # Fault -> the fact that is wrong, and words that name it.
 OBSERVED = {
     "no-op": ("share of tokens", "nothing is sharded"),
+    "computed twice": ("share of tokens", "layer 0 computes [33, 33] tokens"),
     "positions": ("positions", "restart"),
     "labels": ("labels", "2 have no gradient"),
     "labels shifted twice": ("labels", "another label"),

@@ -115,7 +115,7 @@ class Observation:
         tokens: T, tokens that this rank should have.
         position_sums: sums over this rank's positions and their squares, modulo `MODULUS`.
         wrong_ids: tokens at the embedding other than expected; None if it was not observed.
-        layer_tokens: most tokens at a decoder layer; None if none was observed.
+        layer_tokens: by decoder layer, its tokens in the first micro-batch; empty if none was observed.
         position_offsets: (smallest, largest) difference of the position ids from those in the document, and from those
             in the row; None if no module gets any.
         positions_restart: True if the position ids count from 0, although the rank's tokens do not.
@@ -136,7 +136,7 @@ class Observation:
     tokens: int = 0
     position_sums: tuple[int, int] = (0, 0)
     wrong_ids: int | None = None
-    layer_tokens: int | None = None
+    layer_tokens: dict[int, int] = field(default_factory=dict[int, int])
     position_offsets: list[tuple[int, int]] | None = None
     positions_restart: bool = False
     labels: LabelTally | None = None
@@ -202,11 +202,13 @@ def _rows(ranks: Sequence[Observation]) -> Judgement:
 
 
 def _shares(ranks: Sequence[Observation]) -> Judgement:
-    """Each token is on one rank, and no layer computes more than the rank's tokens."""
-    length, tokens, at_layers = ranks[0].length, [x.tokens for x in ranks], [x.layer_tokens for x in ranks]
+    """Each token is on one rank, and each layer computes it once, on that rank or on another."""
+    length, tokens = ranks[0].length, [x.tokens for x in ranks]
+    at_layers = {i: [x.layer_tokens.get(i, 0) for x in ranks] for i in ranks[0].layer_tokens}
+    unsharded = [length] * len(ranks)
     if len(ranks) == 1:
         return Verdict.NOT_OBSERVED, "one rank has the whole sequence"
-    if set(at_layers) == {length} or set(tokens) == {length}:
+    if tokens == unsharded or unsharded in at_layers.values():
         return Verdict.WRONG, f"nothing is sharded: each of {len(ranks)} ranks has all {length} tokens"
     if wrong := sum(x.wrong_ids or 0 for x in ranks):
         return Verdict.WRONG, f"{wrong} token ids are not those of their positions in the rows"
@@ -214,11 +216,12 @@ def _shares(ranks: Sequence[Observation]) -> Judgement:
     positions = torch.arange(length)
     if sum(tokens) != length or sums != [int(positions.sum()) % MODULUS, int(positions.square().sum()) % MODULUS]:
         return Verdict.WRONG, f"ranks have {tokens} tokens, which are not each of {length} tokens once"
-    if any((x.layer_tokens or 0) > x.tokens for x in ranks):
-        return Verdict.WRONG, f"decoder layers compute {at_layers} tokens on ranks that have {tokens}"
-    if None in at_layers and None in [x.wrong_ids for x in ranks]:
+    for i, counts in at_layers.items():
+        if sum(counts) > length:
+            return Verdict.WRONG, f"layer {i} computes {counts} tokens on ranks that have {tokens}"
+    if not at_layers and None in [x.wrong_ids for x in ranks]:
         return Verdict.NOT_OBSERVED, "neither the embedding nor a decoder layer was observed"
-    return Verdict.RIGHT, f"{tokens} of {length} tokens" + (", at the embedding alone" if None in at_layers else "")
+    return Verdict.RIGHT, f"{tokens} of {length} tokens" + ("" if at_layers else ", at the embedding alone")
 
 
 def _positions(ranks: Sequence[Observation]) -> Judgement:

@@ -105,6 +105,7 @@ class Proof:
         self.position_ids: Tensor | None = None
         self.head_sum: Tensor | None = None
         self.loss_in_head = False
+        self.in_first_forward = True  # of the step; micro-batches after it may have other layouts
         self._handles = list[RemovableHandle]()
 
     # -- hooks --------------------------------------------------------------------------------------------------------
@@ -122,8 +123,8 @@ class Proof:
                 self._hook(module, self._see_ids)
             elif POSITION.search(name):
                 self._hook(module, lambda inputs, _: self._see_positions({"pos": next(iter(inputs.values()), None)}))
-        for layer in parts.layers:
-            self._hook(layer, self._see_layer)
+        for i, layer in enumerate(parts.layers):
+            self._hook(layer, partial(self._see_layer, i))
             self._handles.append(layer.register_forward_pre_hook(self._enter_layer))
         for method in self._methods:
             method.observer = self._see_call
@@ -154,7 +155,9 @@ class Proof:
             if self.tokens is None and isinstance(self.batch, CheckBatch):
                 positions = find_positions(self.batch, ids, self.peers)
                 self.tokens = None if positions is None else ShardTokens.of(self.batch, positions)
-        if self.parts.tied and output.requires_grad:
+        if self.parts.tied and output.shape[:-1] != ids.shape:
+            self.observation.reasons[HEAD] = "its weight is also that of an embedding that returns other tokens"
+        elif self.parts.tied and output.requires_grad:
             output.register_hook(partial(self._add_embedding, ids.flatten()))
 
     def _enter_layer(self, layer: nn.Module, _: Any) -> None:
@@ -162,20 +165,22 @@ class Proof:
 
     def _see_call(self, options: AttentionOptions) -> None:
         for i, kind in enumerate(self._kinds):
-            if kind.layer is self.layer and not in_backward():
+            if kind.layer is self.layer and self.in_first_forward and not in_backward():
                 difference = kind.differs(options.mask, options.softcap, self.observation.length)
                 name = f"layer {i}"
                 self.observation.calls[name] = self.observation.calls.get(name) or difference
 
-    def _see_layer(self, inputs: dict[str, Any], output: Any) -> None:
+    def _see_layer(self, index: int, inputs: dict[str, Any], output: Any) -> None:
         x, self.layer = first_tensor(output), None
-        if x is not None and x.ndim == 3:
-            self.observation.layer_tokens = max(self.observation.layer_tokens or 0, compat.local_part(x).shape[1])
+        if x is not None and x.ndim == 3 and self.in_first_forward:
+            counts = self.observation.layer_tokens
+            counts[index] = max(counts.get(index, 0), compat.local_part(x).shape[1])
         self._see_positions(inputs)
 
     def _see_model(self, inputs: dict[str, Any], output: Any) -> None:
         self._see_positions(inputs)
         self._watch_logits(getattr(output, "logits", output))
+        self.in_first_forward = False
 
     def _see_positions(self, inputs: dict[str, Any]) -> None:
         for name, x in inputs.items():
@@ -206,11 +211,10 @@ class Proof:
         self.observation.dtype = max(self.observation.dtype, gradient.dtype, key=tolerance)
         return weights
 
-    def _labels(self, x: Tensor) -> Tensor | None:
-        """Returns the labels [B T] of logits or hidden states; None if they have other tokens."""
-        if self.tokens is None or self.tokens.labels.shape != x.shape[:2]:
-            return None
-        return self.tokens.labels.flatten().to(x.device)
+    def _labels(self, x: Tensor, labels: Tensor | None = None) -> Tensor | None:
+        """Returns the labels [B T] of logits or hidden states, by default the expected ones; None for other tokens."""
+        labels = self.tokens.labels if labels is None and self.tokens is not None else labels
+        return None if labels is None or labels.shape != x.shape[:2] else labels.flatten().to(x.device)
 
     def _see_head(self, inputs: dict[str, Any], output: Any) -> None:
         hidden = next(iter(inputs.values()))
@@ -232,9 +236,9 @@ class Proof:
 
         def observed(hidden: Tensor, weight: Tensor, *, labels: Tensor, **options: Any) -> Any:
             # The first micro-batch is judged by its expected labels; later ones only add to the head's gradient.
-            expected = labels.flatten() if self.loss_in_head else self._labels(hidden)
+            expected = self._labels(hidden, labels if self.loss_in_head else None)
             self.loss_in_head = True
-            if compat.is_dtensor(weight) or expected is None:
+            if compat.is_dtensor(weight) or "axis" in options or expected is None:
                 self.observation.reasons[HEAD] = "its weight or the tokens are sharded over another axis"
             elif hidden.requires_grad:
                 self._watch_hidden(hidden, weight.detach(), expected)
