@@ -83,6 +83,18 @@ def test_a_refusal_of_all_ranks_is_one_line_and_another_error_has_a_traceback(to
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("error", [MemoryError("8 EiB"), RuntimeError("can't allocate memory:\n8 EiB")])
+def test_a_lack_of_memory_before_the_work_is_one_line_and_later_on_has_a_traceback(monkeypatch, capsys, error):
+    for name in ("RANK", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as stop, exit_on_error("train"):
+        raise error
+    printed = capsys.readouterr().err
+    assert stop.value.code == 1 and printed.count("\n") == 1 and "8 EiB" in printed
+    with pytest.raises(type(error)), exit_on_error("train", is_started=lambda: True):
+        raise error
+
+
 def test_before_a_restart_the_cause_is_printed_by_the_first_rank(torchrun, capsys):
     for rank in range(3):
         torchrun(rank, restarts=2)

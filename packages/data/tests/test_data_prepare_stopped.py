@@ -199,6 +199,17 @@ def test_a_killed_worker_raises_and_leaves_nothing(lines, reference, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "reference"]
 
 
+@pytest.mark.parametrize("error", [EOFError, ConnectionRefusedError])
+def test_a_killed_fork_server_counts_as_a_killed_worker(lines, tmp_path, monkeypatch, error):
+    def start_worker(*_):
+        raise error
+
+    monkeypatch.setattr(forkserver, "connect_to_new_process", start_worker)
+    with pytest.raises(ChildProcessError, match="2 worker processes was killed"):
+        prepare(planned(lines, tmp_path / "store"), 2)
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl"]
+
+
 def test_worker_error_has_the_workers_traceback(lines, tmp_path):
     with lines.open("a") as file:
         file.write(BROKEN)

@@ -6,6 +6,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 import traceback
@@ -33,6 +34,9 @@ MACHINE_ERRORS = frozenset(
 )
 """`OSError` numbers for which the machine is to blame, not the path."""
 
+OUT_OF_MEMORY = re.compile("out of memory|allocate memory", re.IGNORECASE)
+"""Matches the messages of torch, CUDA and NCCL if memory is exhausted."""
+
 PEER_ERRORS = (TimeoutError, ConnectionError)
 """Subclasses of `OSError` for which another process is to blame."""
 
@@ -41,8 +45,8 @@ PEER_ERRORS = (TimeoutError, ConnectionError)
 def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) -> Generator[None]:
     """Context manager that prints an error of its block in one line and ends the process.
 
-    The exit code is 2 for errors in `REFUSALS`, or 1 if the machine or another process failed; 130 for ^C. Other errors
-    keep their traceback, and so do the errors of `REFUSALS` after the work has begun.
+    The exit code is 2 for errors in `REFUSALS`, or 1 if the machine or another process failed, as when memory is short;
+    130 for ^C. Other errors keep their traceback, and so do all errors after the work has begun.
 
     Args:
         is_started: returns True once the work has begun.
@@ -52,13 +56,25 @@ def exit_on_error(program: str, is_started: Callable[[], bool] = lambda: False) 
     except KeyboardInterrupt:
         exit_with(program, "stopped", INTERRUPTED)
     except Exception as error:
-        if isinstance(error, REFUSALS) and not is_started():
+        if needs_no_traceback(error) and not is_started():
             failed = isinstance(error, OSError) and (error.errno in MACHINE_ERRORS or isinstance(error, PEER_ERRORS))
-            exit_with(program, describe_error(error), FAILED if failed else REFUSED)
+            exit_with(program, describe_error(error), FAILED if failed or is_out_of_memory(error) else REFUSED)
         # Without torchrun Python prints the traceback. With it every rank would, and torchrun again for every rank.
         if error_file() is not None and report_failure(program, "failed", error=error):
             sys.exit(FAILED)
         raise
+
+
+def needs_no_traceback(error: Exception) -> bool:
+    """Returns True if the message of an error explains why a command has not begun its work."""
+    return isinstance(error, REFUSALS) or is_out_of_memory(error)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns True if memory is exhausted, or would be by this allocation."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and OUT_OF_MEMORY.search(str(error)) is not None
+    )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import os
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, fields
 from errno import ECHILD
@@ -167,14 +167,21 @@ def map_in_order(work: Callable[[T], R], items: Sequence[T], workers: int) -> It
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([work.__class__.__module__])  # imported once, not in each worker
     pool = ProcessPoolExecutor(workers, context, initializer=_start_worker)
+
+    def submit(item: T) -> Future[R]:
+        try:
+            return pool.submit(work, item)
+        except (EOFError, ConnectionError) as error:  # the server that forks workers was killed
+            raise BrokenProcessPool from error
+
     try:
         # Two items in flight for each worker: one is computed while the other waits, so that no worker idles, and the
         # number of results in memory stays bounded.
         queue = iter(items)
-        in_flight = deque(pool.submit(work, item) for item in islice(queue, 2 * workers))
+        in_flight = deque(submit(item) for item in islice(queue, 2 * workers))
         while in_flight:
             yield in_flight.popleft().result()
-            in_flight.extend(pool.submit(work, item) for item in islice(queue, 1))
+            in_flight.extend(submit(item) for item in islice(queue, 1))
     except BrokenProcessPool as error:  # raised by `result` or by `submit`
         text = f"one of {workers} worker processes was killed, as happens when memory is short; take fewer workers"
         raise ChildProcessError(ECHILD, text) from error
