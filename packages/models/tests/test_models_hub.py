@@ -187,6 +187,23 @@ def test_a_save_killed_during_its_commit_is_never_read_as_a_mixture(tmp_path, mo
         assert same(loaded, old) or same(loaded, new)
 
 
+@pytest.mark.parametrize("killed_at", range(3))
+def test_a_killed_save_leaves_no_new_folder_and_the_next_one_completes_it(tmp_path, monkeypatch, killed_at):
+    steps, replace_by_partial, model = iter(range(100)), files.replace_by_partial, build()
+
+    def rename_or_die(path):
+        if next(steps) == killed_at:
+            raise KeyboardInterrupt
+        replace_by_partial(path)
+
+    monkeypatch.setattr(files, "replace_by_partial", rename_or_die)
+    with pytest.raises(KeyboardInterrupt):
+        model.save_pretrained(tmp_path / "new", max_file_bytes=LIMIT)
+    assert not (tmp_path / "new").exists()
+    model.save_pretrained(tmp_path / "new", max_file_bytes=LIMIT)
+    assert same(Llama.from_pretrained(tmp_path / "new", attend), model) and len(list(tmp_path.iterdir())) == 1
+
+
 # -- tokenizer files --------------------------------------------------------------------------------------------------
 
 TOKENIZER = {"tokenizer.json": "{1}", "tokenizer.model": "2", "chat_template.jinja": "3", "generation_config.json": "4"}

@@ -1,8 +1,9 @@
 """Writes a model as a Hugging Face folder of safetensors files, in parallel on all ranks of a sharded model.
 
 Rank i % ranks writes file i. All ranks gather each sharded tensor, and only the rank that writes the tensor's file
-keeps it. So a rank has at most the tensors of one file and one more tensor in memory. New files are written under
-temporary names beside the old ones. When all new files are complete, they replace the old ones.
+keeps it. So a rank has at most the tensors of one file and one more tensor in memory. A new folder is written under a
+temporary name, and appears complete. In an existing one, new files are written under temporary names beside the old
+ones. When all new files are complete, they replace the old ones.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
+from os.path import lexists
 from pathlib import Path
 from typing import Any, cast
 
@@ -85,18 +87,26 @@ def save(
     names = [f"model-{i:05d}-of-{len(groups):05d}{SUFFIX}" for i in range(1, len(groups) + 1)]
     names = [WEIGHTS] if len(groups) == 1 else names
     target = Path(folder)
+    # A killed save leaves no folder that looks like a model's: a new one gets its name when it is complete. All ranks
+    # decide alike, before the first exchange below.
+    is_new = not lexists(target)
+    written_folder = partial_path(target) if is_new else target
     files = {name: {key: file_tensors[key] for key in group} for name, group in zip(names, groups, strict=True)}
     try:
         # 3. Write the files under temporary names, in rounds of one file per rank.
-        ranks.run(lambda: target.mkdir(parents=True, exist_ok=True))
+        ranks.run(lambda: written_folder.mkdir(parents=True, exist_ok=True))
         for first in range(0, len(names), ranks.size):
-            write_round(target, dict(list(files.items())[first : first + ranks.size]), ranks)
-        # 4. Rank 0 writes the other files, and replaces the old ones.
-        ranks.run(lambda: ranks.rank or commit(target, files, other_files(config, first_dtype, source, target)))
+            write_round(written_folder, dict(list(files.items())[first : first + ranks.size]), ranks)
+        # 4. Rank 0 writes the other files, replaces the old ones, and renames a new folder.
+        ranks.run(lambda: ranks.rank or commit(written_folder, files, other_files(config, first_dtype, source, target)))
+        ranks.run(lambda: ranks.rank or written_folder == target or written_folder.rename(target))
     finally:
         # After an error, this rank's temporary files are still there. After the commit there are none.
         for name in names[ranks.rank :: ranks.size]:
-            discard(target / name)
+            discard(written_folder / name)
+        if is_new:
+            with suppress(OSError):  # renamed, or other ranks still have files in it
+                written_folder.rmdir()
 
 
 def write_round(target: Path, files: Mapping[str, Mapping[str, FileTensor]], ranks: SavingRanks) -> None:
