@@ -24,13 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from armillary.core.internal import compat
-from armillary.core.testing import fork_context
+from armillary.core.testing import World, fork_context
 from armillary.train import hang_diagnosis
 from armillary.train.checkpoint.checkpoints import Background
 from armillary.train.hang_diagnosis import (
     HEARTBEATS,
     Calls,
     Heartbeat,
+    Heartbeats,
     communicates,
     current_stack,
     joined_thread,
@@ -76,6 +77,27 @@ def test_no_rank_is_missing_unless_one_waits_in_a_collective_that_another_has_no
     sender, other = (replace(WAITING, calls={"0": replace(WAITING.calls["0"], messages=n)}) for n in (3, 5))
     for beats in ({0: WAITING, 1: WAITING}, {0: complete, 1: behind}, {0: other, 1: sender}):  # messages do not count
         assert missing_ranks(beats, set()) == {}
+
+
+def diagnoses_around_a_stop() -> dict[int, str]:
+    """Returns the missing ranks that each rank names. Rank 1 is stopped until rank 0 has diagnosed it, and ended."""
+    hang_diagnosis.SILENCE = 0.2
+    rank, world = dist.get_rank(), compat.default_store().clone()
+    heartbeats = Heartbeats(rank, 2)
+    heartbeats._store = dist.PrefixStore("diagnoses around a stop", world)
+    heartbeats.post(replace(WAITING, location=None))
+    if rank == 1:
+        world.wait(["rank 0 has ended"])
+    heartbeats.post(WAITING)
+    missing = heartbeats.diagnose()[1]
+    world.set("rank 0 has ended", "")
+    return missing
+
+
+def test_a_rank_that_wakes_after_the_others_have_ended_names_the_same_missing_ranks():
+    with World(2) as world:  # of their own: the ranks keep the short time
+        first, second = world.run(diagnoses_around_a_stop)
+    assert first == second and list(first) == [1] and "no heartbeat since step 7" in first[1]
 
 
 def entry(operation: str, collectives: int, messages: int = 0, retired: bool = True) -> dict[str, Any]:

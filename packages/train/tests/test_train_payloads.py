@@ -187,5 +187,5 @@ def test_an_export_to_a_full_disk_names_the_file(checkpoint, tmp_path):
     """A file size limit stands for a full disk: torch, safetensors and Python fail equally."""
     with file_size_limit(1000):
         messages = exported(checkpoint / "checkpoint/step-1", tmp_path / "hf")
-    assert messages == f"armillary-export: {tmp_path}/hf/model.safetensors: {os.strerror(errno.EFBIG)}\n"
-    assert list((tmp_path / "hf").iterdir()) == []
+    assert messages == f"armillary-export: {tmp_path}/hf.partial/model.safetensors: {os.strerror(errno.EFBIG)}\n"
+    assert not list(tmp_path.glob("hf*"))

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import chdir, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -510,3 +510,16 @@ def test_every_rank_is_refused_and_checkpoints_do_not_change(worlds, run_folder)
         for (_, message), actual in zip(RANKS, messages, strict=True):
             assert re.search(message, actual) and "\n" not in actual, (message, actual)
     assert saved_files(run_folder) == before
+
+
+def train_beyond_memory(folder: Path) -> tuple[object, str]:
+    """Returns the exit code and the printed errors of a run whose model no machine can allocate."""
+    line, errors = f"--model.hidden-dim 100T --data.path {folder}/text.txt --data.sequence-length 16 --train.output {folder}/new", io.StringIO()
+    with redirect_stderr(errors), pytest.raises(SystemExit) as stop:
+        trainer.main(["--train.device", "cpu", *line.split()])
+    return stop.value.code, errors.getvalue()
+
+
+def test_a_model_that_no_machine_can_allocate_ends_in_one_line(worlds, folder):
+    for code, printed in worlds(2).run(train_beyond_memory, folder):
+        assert code == 1 and printed.count("\n") == 1 and "153,600,000,000,263,552 parameters" in printed, printed

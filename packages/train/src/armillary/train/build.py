@@ -16,7 +16,7 @@ from armillary.attention import Method
 from armillary.attention.internal import choose_kernel
 from armillary.core import Axis, SequenceLayout, accumulation_dtype, build_mesh, start_process_group, world_size
 from armillary.data import Batch, PackedSequences, TokenStore, check_length, python_corpus
-from armillary.data.console import flag_in_errors
+from armillary.data.console import flag_in_errors, is_out_of_memory
 from armillary.data.internal import PACKINGS, Documents, open_tokens, read_tokenizer
 from armillary.models import (
     GPT,
@@ -102,7 +102,8 @@ def prepare(config: Config, device: torch.device) -> Run:
     training, validation = load_rows(config, stores, attention, replica)
     check_consistent("data", training.state_dict())  # hosts may have other files at the same path
     # 4. Weights and optimizer. Each rank keeps only its shards.
-    model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
+    with parameters_in_errors(model):
+        model.to_empty(device="cpu" if config.optimizer.cpu_offload else device)
     if config.model.pretrained is None:
         initialize(model, config.train.seed)
     else:
@@ -110,6 +111,19 @@ def prepare(config: Config, device: torch.device) -> Run:
     optimizer = build_optimizer(model, config.optimizer)
     data_axis = Axis.of(data_mesh(mesh))  # all ranks that have different tokens
     return Run(config, device, data_axis, model, optimizer, training, validation)
+
+
+@contextmanager
+def parameters_in_errors(model: Llama | GPT) -> Generator[None]:
+    """Puts the model's sizes in front of the message of an error of its block that says that memory is exhausted."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        count, vocabulary = sum(parameter.numel() for parameter in model.parameters()), model.config.vocab_size
+        sizes = f"--model: {count:,} parameters, with a vocabulary of {vocabulary:,} tokens"
+        raise MemoryError(f"{sizes}, do not fit into the memory of rank {dist.get_rank()}: {error}") from error
 
 
 def check_kernel(config: Config, dtype: torch.dtype, device: torch.device) -> None:

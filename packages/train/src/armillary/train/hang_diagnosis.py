@@ -98,6 +98,17 @@ class Heartbeats:
             return self._store.compare_set("alarm", "", reason).decode()
         return self._store.get("alarm").decode() if self._store.check(["alarm"]) else None
 
+    def diagnose(self) -> tuple[dict[int, Heartbeat | None], dict[int, str]]:
+        """Waits for the states of all ranks; returns their heartbeats and the missing ranks, each with the reason.
+
+        The missing ranks are those that the first diagnosis of any rank found. A rank that was stopped, and wakes later,
+        finds the states of ranks that have ended since, by which no rank would be missing.
+        """
+        beats, silent = self.gather()
+        own_diagnosis = json.dumps(missing_ranks(beats, silent))
+        first_diagnosis = json.loads(self._store.compare_set("missing", "", own_diagnosis))
+        return beats, {int(rank): reason for rank, reason in first_diagnosis.items()}
+
     def gather(self) -> tuple[dict[int, Heartbeat | None], set[int]]:
         """Waits up to `3 * SILENCE` for each rank to post its state; returns all heartbeats and the silent ranks."""
         beats: dict[int, Heartbeat | None] = dict.fromkeys(range(self.ranks))

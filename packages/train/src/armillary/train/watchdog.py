@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import sys
 import threading
 import time
@@ -22,7 +21,15 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from armillary.data.console import EXPLAINED, PEER_ERRORS, REFUSALS, one_line, report_failure, write_to_stderr
+from armillary.data.console import (
+    EXPLAINED,
+    PEER_ERRORS,
+    is_out_of_memory,
+    needs_no_traceback,
+    one_line,
+    report_failure,
+    write_to_stderr,
+)
 from armillary.train.hang_diagnosis import (
     SILENCE,
     Heartbeat,
@@ -30,16 +37,12 @@ from armillary.train.hang_diagnosis import (
     communicates,
     current_stack,
     location_of,
-    missing_ranks,
     recorded_calls,
     waits,
 )
 
 # Factor on the time-out of a step, for the first step and for phases other than training.
 SLOW_PHASE_FACTOR = 5
-
-# Matches the messages of torch, CUDA and NCCL if memory is exhausted.
-OUT_OF_MEMORY = re.compile("out of memory|allocate memory", re.IGNORECASE)
 
 # Seconds for which the process continues after the main thread has failed, or after the store is gone.
 GRACE = 20.0
@@ -130,7 +133,7 @@ class Watchdog:
             # The command reports errors that refuse a run before training starts, such as an invalid setting.
             if isinstance(error, EXPLAINED) and self.training_started:
                 self._report_failure(f"{failed}: {type(error).__name__}: {error}")
-            elif self.training_started or not isinstance(error, REFUSALS):
+            elif self.training_started or not needs_no_traceback(error):
                 self._report_failure(failed, error=error)
             self._failure = f"{type(error).__name__}: {message}"
         self._wake.set()
@@ -188,9 +191,9 @@ class Watchdog:
         self._heartbeats.post(
             Heartbeat(self.step, self.phase, location=location_of(stack), waits=is_waiting, calls=calls)
         )
-        # 2. Every rank applies the same rules to the states of all ranks, and so names the same missing ranks.
-        beats, silent = self._heartbeats.gather()
-        missing_lines = [f"missing: rank {rank}: {reason}" for rank, reason in missing_ranks(beats, silent).items()]
+        # 2. Every rank names the same missing ranks.
+        beats, missing = self._heartbeats.diagnose()
+        missing_lines = [f"missing: rank {rank}: {reason}" for rank, reason in missing.items()]
         lines = missing_lines or ["no rank is missing: all wait for each other"]
         if not self._failing:  # a rank that is raising an error exits with that error instead
             self._hang = "; ".join([reason, *lines])
@@ -240,7 +243,7 @@ class Watchdog:
 def caused_by_peers(error: Exception) -> bool:
     """Returns True if communication raised the error because another rank is gone or late."""
     # A collective may also raise the error of a failed kernel of this rank, or run out of memory itself.
-    if isinstance(error, torch.AcceleratorError) or OUT_OF_MEMORY.search(str(error)):
+    if isinstance(error, torch.AcceleratorError) or is_out_of_memory(error):
         return False
     in_communication = isinstance(error, RuntimeError) and communicates(traceback.extract_tb(error.__traceback__))
     return in_communication or isinstance(error, (*PEER_ERRORS, dist.DistError))
