@@ -514,9 +514,10 @@ def test_every_rank_is_refused_and_checkpoints_do_not_change(worlds, run_folder)
 
 def train_beyond_memory(folder: Path) -> tuple[object, str]:
     """Returns the exit code and the printed errors of a run whose model no machine can allocate."""
-    line, errors = f"--model.hidden-dim 100T --data.path {folder}/text.txt --data.sequence-length 16 --train.output {folder}/new", io.StringIO()
+    flags, errors = "--train.device cpu --model.hidden-dim 100T --data.sequence-length 16", io.StringIO()
+    paths = ["--data.path", str(folder / "text.txt"), "--train.output", str(folder / "new")]
     with redirect_stderr(errors), pytest.raises(SystemExit) as stop:
-        trainer.main(["--train.device", "cpu", *line.split()])
+        trainer.main([*flags.split(), *paths])
     return stop.value.code, errors.getvalue()
 
 

@@ -101,7 +101,7 @@ class Heartbeats:
     def diagnose(self) -> tuple[dict[int, Heartbeat | None], dict[int, str]]:
         """Waits for the states of all ranks; returns their heartbeats and the missing ranks, each with the reason.
 
-        The missing ranks are those that the first diagnosis of any rank found. A rank that was stopped, and wakes later,
+        The missing ranks are those that the first diagnosis of any rank found. A rank that was stopped and wakes later
         finds the states of ranks that have ended since, by which no rank would be missing.
         """
         beats, silent = self.gather()
