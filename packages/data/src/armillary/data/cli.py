@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from inspect import cleandoc
 from pathlib import Path
@@ -175,7 +176,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_on_error(PROGRAM):
         # The command, and flags: other words may be paths.
         refuse_removed([*words[:1], *(word for word in words if word.startswith("--"))], REMOVED)
-        parse(words, DataCommand, PROGRAM).command.run()
+        command = parse(words, DataCommand, PROGRAM).command
+        with fields_as_flags(command):
+            command.run()
+
+
+@contextmanager
+def fields_as_flags(options: Prepare | Info) -> Generator[None]:
+    """Context manager that names a field as its flag where the message of a ValueError begins with it."""
+    try:
+        yield
+    except ValueError as error:
+        name, space, message = str(error).partition(" ")
+        if name not in {field.name for field in fields(options)}:
+            raise
+        raise ValueError(f"--{name.replace('_', '-')}{space}{message}") from error
 
 
 def verify(path: Path) -> None:

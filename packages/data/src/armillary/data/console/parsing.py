@@ -76,8 +76,13 @@ def _one_line_errors() -> Generator[None]:
     except SystemExit as stop:
         if stop.code in (0, None):  # --help
             raise
-        # Drops the title, the frame of the box, line breaks and the help text of the argument.
+        # Drops the title, the frame of the box, line breaks and the help texts of the argument and of similar ones.
         lines = [line.strip(" │") for line in box.getvalue().splitlines()[1:]]
+        if "Perhaps you meant:" in lines:
+            i = lines.index("Perhaps you meant:")
+            names = [" or ".join(re.findall(r"--[\w.-]+", line)) for line in lines[i + 1 :] if re.match(r"--?\w", line)]
+            full_help = [line for line in lines[i:] if line.startswith("For full helptext")]
+            lines[i:] = [f"Perhaps you meant: {', '.join(names)}.", *full_help]
         sentences = " ".join(line for line in lines if line.strip("─-╭╮╰╯ "))
         message = re.sub(r" Argument helptext:.*(?= For full helptext)", "", sentences)
         raise ValueError(message or box.getvalue()) from None
