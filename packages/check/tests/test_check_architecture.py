@@ -209,6 +209,7 @@ NOT_CHECKED = [
     (["llama", "--verify"], "--verify"),
     (["own_check:Model", "--verify", "--ranks", "2"], "Model"),
     (["llama", "--tokens", "many"], "--tokens"),
+    (["llama", "--ring", "0"], "--ring"),
     (["broken_step:build"], "ZeroDivisionError"),
 ]
 

@@ -75,6 +75,8 @@ def main(argv: Sequence[str] | None = None, worlds: Worlds | None = None) -> Non
     """
     options = parse(argv)
     try:
+        for name in ("ring", "ulysses", "tokens", *(["ranks"] if options.ranks is not None else [])):
+            integer(f"--{name}", getattr(options, name), minimum=1)
         if options.report:
             print(environment_report(options))
             return
