@@ -433,7 +433,9 @@ def test_weights_of_any_mesh_are_exported_by_the_run_and_by_the_command(worlds, 
     expected = worlds(4).run(full_weights, at(config, tmp_path, steps=2))[0]
     checkpoint = str(tmp_path / "checkpoint/step-2")
     export([checkpoint, str(tmp_path / "half"), "--dtype", "bfloat16"])
-    for folder, dtype in {"export/step-2": torch.float32, "half": torch.bfloat16}.items():
+    export([str(tmp_path), str(tmp_path / "newest")])
+    dtypes = {"export/step-2": torch.float32, "newest": torch.float32, "half": torch.bfloat16}
+    for folder, dtype in dtypes.items():
         actual = load_file(tmp_path / folder / "model.safetensors")
         assert actual.keys() == expected.keys()
         assert all(torch.equal(actual[name], expected[name].to(dtype)) for name in expected)

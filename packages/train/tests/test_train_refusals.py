@@ -163,6 +163,7 @@ TRAIN = [
     *((f"--{pair}", rf"--{pair}(\.0)?: ") for pair in re.findall(r"[\w.-]+ [^\s,]+", OUT_OF_RANGE)),
     ("--nothing", "--nothing"),
     ("--trian.steps 3", "--trian.steps.*--train.steps"),
+    ("--train.stepss 3", r"Perhaps you meant: --train\.steps(, --[\w.-]+)*\. For full"),  # without their help texts
     ("--train.steps", "'--train.steps'"),
     ("--train.steps many", "--train.steps: 'many'.*64Ki"),
     ("--train.steps 1.5", "--train.steps: '1.5'"),
@@ -197,7 +198,8 @@ TRAIN = [
     ("--model.family gpt --model.kv-heads 4", "--model.kv-heads: a GPT"),
     ("--model.family gpt --model.rope-scaling none", "--model.rope-scaling: a GPT"),
     ("--model.family gpt --model.no-tied-embeddings", "--model.no-tied-embeddings: a GPT"),
-    ("--model.pretrained none", "none/config.json: "),
+    ("--model.pretrained none", "--model.pretrained none: .*--model.pretrained FOLDER"),
+    ("--recipe finetune", "--model.pretrained pretrained: .*--model.pretrained FOLDER"),
     ("--model.pretrained hub-none", "hub-none/config.json: "),
     ("--model.pretrained hub-kind", "hub-kind/config.json: model_type='rwkv'"),
     ("--model.pretrained hub-theta", "hub-theta/config.json: rope_theta=nan"),
@@ -213,6 +215,7 @@ TRAIN = [
     ("--json", "--json"),
     ("--ranks 4", "--ranks"),
     ("--dry-run --ranks 0", "--ranks 0: "),
+    ("--dry-run --ranks 4 --parallel.cp 3", "--parallel.cp 3: .* 3 ranks, but --ranks 4 .*--ranks 3"),
     ("--dry-run --ranks 100000000", "--ranks 100000000: "),
     ("--dry-run --data.path none", "none "),
     ("--dry-run --model.pretrained hub-large", "hub-large/config.json: vocab_size=300, hidden_size=1000000000, "),
@@ -240,9 +243,11 @@ TRAIN = [
 ]
 
 EXPORT = [
-    ("", "PATH"),
-    ("run", "PATH"),
-    ("run out", "give the folder of"),
+    ("", "CHECKPOINT"),
+    ("run", "FOLDER"),
+    ("run hub", "hub: .*--overwrite"),
+    ("run-empty out", "run-empty/checkpoint: no checkpoint"),
+    ("run-damaged out", "step-2: file rank-0.safetensors has other bytes.*step-1: file rank-1.safetensors has 7 "),
     ("run out --dtype int8", "'int8'"),
     ("run out --pretrained none", "--pretrained none: "),
     ("a\0b out", "embedded null"),

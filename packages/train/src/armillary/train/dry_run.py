@@ -17,7 +17,7 @@ import torch
 from armillary.attention import Method
 from armillary.attention.internal import FAMILIES, Inputs, choose_kernel, kernel_candidates
 from armillary.attention.plans import head_stages
-from armillary.core.internal import check_axes, compat
+from armillary.core.internal import compat
 from armillary.core.testing import fake_world
 from armillary.data.console import Column, flag_in_errors, print_lines, print_table
 from armillary.models import GPT, GPTConfig, Llama, LlamaConfig
@@ -113,7 +113,13 @@ def dry_run(config: Config, ranks: int | None = None, capability: Capability | N
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(f"--ranks {ranks}: must be at least 1 and at most {MOST_RANKS:,}")
     axes = choose_axes(config, ranks)
-    check_axes(axes, ranks)
+    if (product := prod(axes.values())) != ranks:
+        cp = "" if config.parallel.cp is None else f"--parallel.cp {config.parallel.cp}: "
+        sizes = " x ".join(f"{name} {size}" for name, size in axes.items())
+        raise ValueError(
+            f"{cp}{sizes} = {product} ranks, but --ranks {ranks} is given; make the axes multiply to {ranks}, or give "
+            f"--ranks {product}"
+        )
     # 2. The vocabulary. The data are opened only if their paths are configured, or nothing else sets its size. With a
     # pretrained folder, which states the size, `model_config` ignores this one.
     vocabulary = config.model.vocab_size if config.model.pretrained is None else 1

@@ -233,6 +233,11 @@ def state_config(config: ModelConfig) -> StateConfig | None:
 
 
 def from_folder(config: ModelConfig, length: int) -> LlamaConfig | GPTConfig:
+    if config.pretrained is not None and not config.pretrained.exists():
+        raise ValueError(
+            f"--model.pretrained {config.pretrained}: there is no such folder; give a Hugging Face folder, as "
+            "--model.pretrained FOLDER"
+        )
     sizes = pretrained_config(config.pretrained or "")
     check_sizes(config, sizes)
     if isinstance(sizes, GPTConfig):
