@@ -89,15 +89,8 @@ HYBRID = replace(CONFIG.model, mixers=("mamba2", "attention"))
         (2, ParallelConfig(tp=2), GPT2, {}),
         # Layers with a state have contiguous shards, of which others are the longest.
         (3, ParallelConfig(ring=3, contiguous_states=True), HYBRID, {"precision": "float64"}),
-        # The shards of each micro-batch end elsewhere.
-        (
-            2,
-            ParallelConfig(ring=2),
-            CONFIG.model,
-            {"data": {"documents": True, "layout": "balanced"}, "accumulation": 4},
-        ),
     ],
-    ids=["tied embeddings beside tp", "gpt", "contiguous states", "balanced"],
+    ids=["tied embeddings beside tp", "gpt", "contiguous states"],
 )
 def test_right_steps_of_the_trainer_raise_no_alarm(worlds, tmp_path, ranks, parallel, model, options):
     events = worlds(ranks).run(trainer_events, tmp_path, parallel, model, **options)[0]

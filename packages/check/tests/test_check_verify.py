@@ -147,3 +147,18 @@ def step_of_ignored_windows():
 def test_a_window_that_layers_never_read_is_not_asked_for(worlds):
     report = worlds(2).run(step_of_ignored_windows)[0]
     assert report["right"], json.dumps(report, indent=1)
+
+
+def observed_micro_batches():
+    model, batches = new_model(), (new_batch(documents=None), new_batch(tokens=80, documents=None))
+    with verifying(model, batches[0]) as proof:
+        for batch in batches:
+            step(model, batch)
+        reduce(model)
+    return proof.report().to_dict()
+
+
+def test_micro_batches_of_other_sizes_raise_no_alarm(worlds):
+    report = worlds(2).run(observed_micro_batches)[0]
+    verdicts = {x["verdict"] for x in report["facts"] if x["name"] != CALLS}
+    assert verdicts == {"right"}, json.dumps(report, indent=1)
