@@ -23,7 +23,7 @@ from armillary.attention.context_parallel.communication import (
     sequence_axis,
     sum_over_axes,
 )
-from armillary.attention.context_parallel.rank_comparison import RankComparison, digests_of
+from armillary.attention.context_parallel.rank_comparison import RankComparison, describe_unequal, digests_of
 from armillary.attention.context_parallel.sdpa import (
     Registries,
     Routing,

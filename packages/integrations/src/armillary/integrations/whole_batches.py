@@ -1,22 +1,20 @@
 """Whole batches on ranks that share a sequence: compared between ranks, and sharded.
 
-Every rank loads the same rows. `unequal_values` finds inputs that are not the same; `shard_inputs` makes this rank's
-inputs from the batch of a Hugging Face collator. Masks, positions and labels mean the same as in transformers on one
-device, so that the losses are the same.
+Every rank loads the same rows. `shard_inputs` compares them and makes this rank's inputs from the batch of a Hugging
+Face collator. Masks, positions and labels mean the same as in transformers on one device, so that the losses are the
+same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from armillary.attention import ContextParallel, Method
-from armillary.attention.internal import IGNORED, ContextParallelBatch, gather_integers
+from armillary.attention import ContextParallel
+from armillary.attention.internal import IGNORED, ContextParallelBatch
 
 # Inputs with one value per token, which are sharded.
 TOKENS = ("input_ids", "labels", "shift_labels", "attention_mask", "position_ids")
@@ -83,39 +81,3 @@ def _shard_inputs(cp: ContextParallel, inputs: Mapping[str, Any]) -> tuple[Conte
     other_inputs = {name: x for name, x in inputs.items() if name not in (*TOKENS, *PACKED)}
     shard_of_tokens = {name: x for name, x in batch.inputs.items() if name not in omitted}
     return batch, {**other_inputs, **shard_of_tokens, "use_cache": False}
-
-
-def unequal_values(values: Mapping[str, Any], method: Method) -> dict[str, int]:
-    """Returns the names of values that are not equal, to the bit, on all ranks of a method; the same on every rank.
-
-    Tensors, numbers and strings are compared, also inside of nested values. Each name has the first shard whose value
-    differs from that of shard 0.
-
-    Bytes sent: a `gather_integers` of three integers for each value. Every rank of the method must call it.
-    """
-    if method.shards == 1:
-        return {}
-    leaves = [(name, x) for name, value in values.items() for x in pytree.tree_leaves(value)]
-    compared = [(name, x) for name, x in leaves if isinstance(x, Tensor | int | float | str)]
-    # 56-bit hashes fit into int64, so one gather of integers compares values of any type.
-    digests: dict[int, dict[int, int]] = {}
-    lines = [[i, method.shard, _digest(x)] for i, (_, x) in enumerate(compared)]
-    for i, shard, digest in gather_integers(lines, method):
-        digests.setdefault(i, {})[shard] = digest
-    unequal: dict[str, int] = {}
-    for i, by_shard in sorted(digests.items()):
-        # A rank that was passed fewer values has sent fewer digests.
-        differing = [shard for shard in range(method.shards) if by_shard.get(shard) != by_shard.get(0)]
-        if differing:
-            unequal.setdefault(compared[i][0] if i < len(compared) else "arguments of other ranks", differing[0])
-    return unequal
-
-
-def _digest(x: Tensor | float | str) -> int:
-    if not isinstance(x, Tensor):
-        content = repr(x).encode()
-    else:
-        # A copy, because NumPy keeps the storage of the tensor that it views.
-        bits = x.detach().contiguous().flatten().view(torch.uint8).to("cpu", copy=True)
-        content = f"{tuple(x.shape)} {x.dtype} ".encode() + bits.numpy().tobytes()
-    return int.from_bytes(blake2b(content, digest_size=7).digest(), "big")

@@ -97,9 +97,9 @@ class RankComparison:
         """Raises ValueError on every rank if values differ between ranks."""
         if self.unequal:
             raise ValueError(
-                f"ranks that share a sequence were given different {describe(self.unequal)}: all of them need the same "
-                "rows. A sampler (DistributedSampler, one that a launcher added, or accelerate's without share_rows), "
-                "a dataset or a collator draws from random numbers of each rank"
+                f"ranks that share a sequence were given different {describe_unequal(self.unequal)}: all of them need "
+                "the same rows. A sampler (DistributedSampler, one that a launcher added, or accelerate's without "
+                "share_rows), a dataset or a collator draws from random numbers of each rank"
             )
 
 
@@ -164,7 +164,7 @@ def digests_of(values: Iterable[Any], device: torch.device) -> Tensor:
     return to_device(texts, device) + torch.stack(sums)
 
 
-def describe(unequal: Mapping[str, list[list[int]]]) -> str:
+def describe_unequal(unequal: Mapping[str, list[list[int]]]) -> str:
     """Returns a text such as "ids (ranks [0, 1] have others than [2])" for the result of `RankComparison.unequal`."""
     groups = {name: " than ".join(f"{ranks!s:.60}" for ranks in by_value) for name, by_value in unequal.items()}
     return ", ".join(f"{name} (ranks {text.replace(' than', ' have others than', 1)})" for name, text in groups.items())

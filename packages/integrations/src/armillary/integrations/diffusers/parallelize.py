@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from armillary.attention import ContextParallel, Method
-from armillary.attention.internal import unbound
+from armillary.attention.internal import RankComparison, describe_unequal, unbound
 from armillary.core.internal import check_tensor, compat
 from armillary.integrations.diffusers.streams import (
     KEEPS_STREAMS,
@@ -32,7 +32,6 @@ from armillary.integrations.diffusers.streams import (
     keep_streams,
 )
 from armillary.integrations.versions import check_version
-from armillary.integrations.whole_batches import unequal_values
 
 Hook = Callable[..., Any]
 
@@ -66,12 +65,12 @@ def prepare_diffusers(model: nn.Module, cp: ContextParallel, *, compare: bool = 
     FSDP2 and torch.compile after. The method chooses kernels: do not use diffusers' attention backends or its own
     context parallelism (`enable_parallelism`).
 
-    Bytes sent, beside those of the method: the output's `all_gather`, its gradient's `reduce_scatter`, and a
-    `gather_integers` of three integers for each compared value.
+    Bytes sent, beside those of the method: the output's `all_gather`, its gradient's `reduce_scatter`, and an
+    `all_gather` of 8 for each compared value and 8 more, on one axis after another.
 
     Args:
         compare: True: ranks compare the arguments of every call, and at the first call their trained parameters that
-            are no DTensors. This copies all of these tensors to the host.
+            are no DTensors, by digests that are computed on their device.
 
     Raises:
         ValueError: a release of diffusers that is not tested; a model of another class, or with attention of another
@@ -123,11 +122,10 @@ def _wrap_forward(model: nn.Module, plan: Plan, state: ForwardState, compare: bo
         if compare:
             parameters = [] if state.compared_weights else module.named_parameters()
             weights = {name: p for name, p in parameters if p.requires_grad and not compat.is_dtensor(p)}
-            if unequal := sorted(unequal_values({**arguments, **weights}, state.method)):
-                raise ValueError(
-                    f"{', '.join(unequal)}: not the same on all {state.method.shards} ranks, which share each image. "
-                    "Give every rank the same batch, noise, timesteps and weights, drawn with one seed or broadcast"
-                )
+            # The names first: ranks compare as many values.
+            given = {name: arguments.get(name) for name in names}
+            _compare({**given, "names of trained parameters": list(weights)}, state.method)
+            _compare(weights, state.method)
         state.compared_weights = True
         # 3. The streams, and this rank's pieces of the arguments. Padding of the text is in the streams' documents.
         streams = _make_streams(module, arguments, plan, state.method)
@@ -163,6 +161,15 @@ def _make_streams(model: Any, arguments: Mapping[str, Any], plan: Plan, method: 
         tokens = prod(length // step for length, step in zip(size, patch, strict=True))
     mask = arguments.get(plan.text_mask) if plan.text_mask else None
     return Streams(method, tokens, text.shape[1], plan.attention.values(), mask)
+
+
+def _compare(values: Mapping[str, Any], method: Method) -> None:
+    """Raises ValueError on every rank if ranks have different values."""
+    if method.shards > 1 and values and (unequal := RankComparison(values, method).unequal):
+        raise ValueError(
+            f"{describe_unequal(unequal)}: not the same on all {method.shards} ranks, which share each image. Give "
+            "every rank the same batch, noise, timesteps and weights, drawn with one seed or broadcast"
+        )
 
 
 def _parameter_names(module: nn.Module) -> tuple[str, ...]:
