@@ -226,14 +226,57 @@ def test_no_simpler_even_layout_sends_fewer_bytes(kind, send_cost):
     assert kind != "short" or np.median(of_zigzag) <= 0.05
 
 
-def test_bytes_count_where_no_layout_is_within_the_limit():
+def test_bytes_count_where_most_even_layouts_send_many():
     sizes = np.random.default_rng(34).lognormal(0, 1, 29)
     ends = [0, *np.rint(np.cumsum(sizes) / sizes.sum() * N).astype(int).tolist()]
     mask, kv_bytes = Mask(*mask_slices(N, True, None, ends)), 16 * 1024  # of a token-hop, forward and backward
     layout, even = (SequenceLayout.balanced(N, 16, mask=mask, send_cost=cost) for cost in (None, 0))
     mib = [hops_of(each, mask=mask) * kv_bytes // 2**20 for each in (layout, SequenceLayout.zigzag(N, 16), even)]
-    assert mib == [3854, 5258, 11682]
-    assert EVEN < most_loaded(layout, mask=mask) <= 1.15
+    assert mib == [2709, 5258, 11682]
+    assert most_loaded(layout, mask=mask) <= EVEN
+
+
+def test_balance_costs_at_most_half_of_the_bytes_of_zigzag_or_saves_more_than_it_costs():
+    for seed, shards in (
+        (9, 16),
+        (10, 32),
+        (29, 8),
+        (66, 2),
+        (18, 4),
+        (182, 4),
+        *((seed, 16) for seed in range(20, 26)),
+    ):
+        rng, ends = random.Random(seed), [0]
+        while ends[-1] < N:
+            ends.append(min(N, ends[-1] + int(rng.lognormvariate(7, 1.2)) + 16))
+        layouts = SequenceLayout.balanced(N, shards, documents=ends), SequenceLayout.zigzag(N, shards)
+        hops, zigzag_hops = (hops_of(each, documents=ends) for each in layouts)
+        loads = [attention_balance(each, documents=ends) for each in layouts]
+        assert most_loaded(layouts[0], documents=ends) <= EVEN
+        assert shards < 8 or hops <= 1.5 * zigzag_hops
+        pairs = sum((b - a) * (b - a + 1) // 2 for a, b in pairwise(ends))
+        assert hops <= max(1.5 * zigzag_hops, zigzag_hops + (loads[1] - loads[0]) * pairs / 1000)
+
+
+def test_balance_must_be_worth_its_bytes():
+    """Zigzag sends nothing, and one of two ranks has two thirds of the pairs."""
+    ends = [0, 64, 192, 256]
+    layout = SequenceLayout.balanced(256, 2, documents=ends, send_cost=1)
+    assert attention_balance(layout, documents=ends) <= EVEN and attention_traffic(layout, documents=ends) > 0
+    layout = SequenceLayout.balanced(256, 2, documents=ends, send_cost=1e6)
+    assert attention_traffic(layout, documents=ends) == 0
+
+
+def test_layouts_for_states_cut_documents_less_often():
+    ends = drawn("lognormal", random.Random(7), 8)
+    cuts = list[int]()
+    for states in (False, True):
+        layout = SequenceLayout.balanced(N, 8, documents=ends, states=states)
+        assert most_loaded(layout, documents=ends) <= EVEN
+        starts = {span.start for shard in range(8) for span in layout.spans(shard)}
+        assert all(span.step == 1 for shard in range(8) for span in layout.spans(shard))
+        cuts.append(len(starts - set(ends)))
+    assert cuts[1] < cuts[0]
 
 
 def drawn_mask(rng: random.Random, length: int) -> Mask:

@@ -6,17 +6,22 @@ A rank's load is its tokens and its pairs, both in shares; its room is 1 minus i
 
 1. Documents of at most about one share of tokens and of pairs are not cut: nothing is sent for them.
 2. Longer documents are cut into pieces on consecutive ranks of the ring, in proportion to their room.
-3. Each long document is removed and assigned again if loads become more even.
-4. Uncut documents are assigned to the least loaded ranks.
+3. Uncut documents are assigned to the least loaded ranks.
+4. Ends of pieces move, so that ranks above the limit have fewer tokens of a document and the ranks beside them more.
 5. If loads are still uneven, steps 1 to 4 are repeated with more ranks for each document, so shorter ones are cut too.
+
+A layout that sends many more bytes than zigzag is computed again, as uneven as the limit allows (`tight`): then fewer
+tokens of a document have later pieces.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil, floor
 from typing import NamedTuple
 
 import numpy as np
@@ -31,9 +36,14 @@ STEP = 0.05
 """Step by which this limit widens if no layout is even: up to the most even layout, but at least once."""
 WORTHWHILE = 0.6
 """Less even layouts may send at most this fraction of the bytes of the most even layout, if that one is even."""
+ZIGZAG_BYTES = 1.5
+"""A layout that is more even than zigzag may send this many times its bytes, or more if that costs less time."""
 SEND_COST = 1000.0
 """Default cost of sending one token to the next rank, as the number of (query, key) pairs that take as long to compute.
 For 32 query heads and 8 key heads, on GPUs with a network of 400 Gb/s. Within a node the number is a tenth of that."""
+STATE_TOKENS = 512
+"""Tokens whose k and v take as many bytes as the state and the map that a layer with a state sends where a document is
+cut: with 16 heads of 128 x 128 in float32, and 8 key heads of 128 in bfloat16."""
 STRETCHES = (1.0, 1.25, 1.5, 2.0, 2.5, 3.0, 4.0, 5.5, 8.0)
 """Factors on the number of ranks of each long document, tried in this order until the layout is even (step 5)."""
 PIECES = 16
@@ -46,10 +56,11 @@ WHOLE_RING = 0.7
 """A document that needs at least this fraction of all ranks may be cut in zigzag over all ranks."""
 MINIMUM_ROOM = 0.02
 """Minimum room of a rank, in shares: a full rank also gets a piece, a small one."""
-PASSES = 3
-"""Number of passes over the long documents: the first assigns them (step 2), the others improve that (step 3)."""
-EVEN_LOAD = 1.02
-"""Load of the most loaded rank at which step 3 ends."""
+SHIFTED_LOAD, TIGHT_LOAD = 1.07, 1.095
+"""Loads above which step 4 moves ends of pieces: some lie between ranks that are both too full. Under `tight` it fills
+ranks up to the second, which is below `EVEN` because pairs are interpolated."""
+SHIFTS = 10
+"""Maximum number of passes of step 4 over all ends of pieces."""
 WEIGHTS = (1.0, 0.5, 0.0)
 """The work that sets the size of a rank's piece is w * pairs + (1 - w) * tokens. A document is cut with the best w."""
 
@@ -69,17 +80,22 @@ class DocumentPieces(NamedTuple):
 
 
 def balanced_spans(
-    length: int, shards: int, rows: Sequence[Slices], send_cost: float, sides: tuple[int, ...] = (0,)
+    length: int,
+    shards: int,
+    rows: Sequence[Slices],
+    send_cost: float,
+    sides: tuple[int, ...] = (0,),
+    state_tokens: int = 0,
 ) -> list[list[range]]:
     """Returns each shard's spans, in rising order: without cuts if that is even, else the cheapest even layout.
 
     Args:
         send_cost: as in `SequenceLayout.balanced`; 0 returns the most even layout, by both counts of pairs.
-        sides: the counts of pairs that are balanced, as in `RingShares`.
+        sides, state_tokens: as in `RingShares`.
     """
     if length**2 * len(rows) >= 2**63:
         raise ValueError(f"{length} tokens in {len(rows)} rows: pairs are counted up to 2^63; give fewer")
-    ring = RingShares(length, shards, rows, sides)
+    ring = RingShares(length, shards, rows, sides, state_tokens)
     if not send_cost or shards == 1:
         return even_layout(ring).spans(shards)
     uncut_assigner = DocumentAssigner(ring, 1.0, leave_room=False)
@@ -91,29 +107,32 @@ def balanced_spans(
     contiguous = PositionRuns.of(equal_ends(length, shards), ranks)
     zigzag = PositionRuns.of(equal_ends(length, 2 * shards), np.concatenate((ranks, ranks[::-1])))
     simple = [ring.candidate(layout) for layout in (contiguous, zigzag, uncut_documents(ring))]
-    searches = [
-        _stretched(ring, leave_room, use_zigzag) for leave_room in (False, True) for use_zigzag in (False, True)
-    ]
-    spread, tolerance = [search[-1] for search in searches if search], EVEN
-    if all(candidate.unevenness > EVEN for candidate in (*simple, *spread)):
+    most_bytes = ZIGZAG_BYTES * simple[1].hops
+    searched = _searched(ring, tight=False)
+    if not any(each.unevenness <= EVEN and each.hops <= most_bytes for each in (*simple, *searched)):
+        searched += _searched(ring, tight=True)
+    cheap = [each for each in (*simple, *searched) if each.unevenness < np.inf and each.hops <= most_bytes]
+    tolerance = EVEN
+    if all(each.unevenness > EVEN for each in (*simple, *searched)):
         # No layout is even: the tolerance widens by `STEP` until a layout is within it that sends few enough bytes
         # (`WORTHWHILE`), or else up to the most even layout.
         most_even = ring.candidate(even_layout(ring))
         # If this one is even, the others must send a good deal less than it does.
         ceiling = WORTHWHILE * most_even.hops if most_even.unevenness <= EVEN else np.inf
-        simple = [candidate for candidate in simple if candidate.hops <= ceiling]
-        spread = [candidate for search in searches for candidate in search if candidate.hops <= ceiling]
-        least = min((candidate.unevenness for candidate in (*simple, *spread)), default=np.inf)
+        simple, searched = ([each for each in layouts if each.hops <= ceiling] for layouts in (simple, searched))
+        least = min((each.unevenness for each in (*simple, *searched)), default=np.inf)
         highest = max(EVEN + STEP, most_even.unevenness)
         while tolerance < min(least, highest):
             tolerance = min(tolerance + STEP, highest)
         simple.append(most_even)
-    candidates = [candidate for candidate in (*simple, *spread) if candidate.unevenness <= tolerance]
+    candidates = [each for each in (*simple, *searched) if each.unevenness <= tolerance]
     # The result must not send more than a simple layout within the tolerance.
-    most_hops = min((candidate.hops for candidate in simple if candidate.unevenness <= tolerance), default=None)
-    candidates = [candidate for candidate in candidates if most_hops is None or candidate.hops <= most_hops]
+    most_hops = min((each.hops for each in simple if each.unevenness <= tolerance), default=np.inf)
+    candidates = [each for each in candidates if each.hops <= most_hops]
+    if all(each.hops > most_bytes for each in candidates):
+        candidates += cheap  # balance must be worth its bytes: these, such as zigzag, are less even and send fewer
     # Cost in pairs: those of the slowest rank, and the sends of an average rank.
-    best = min(candidates, key=lambda candidate: candidate.pairs + send_cost * candidate.hops / shards)
+    best = min(candidates, key=lambda each: each.pairs + send_cost * each.hops / shards)
     return best.layout.spans(shards)
 
 
@@ -127,25 +146,37 @@ def uncut_documents(ring: RingShares) -> PositionRuns:
     return PositionRuns.of(ring.ends, least_loaded(pairs, np.zeros((len(ring.sides), ring.shards))))
 
 
-def _stretched(ring: RingShares, leave_room: bool, use_zigzag: bool) -> list[LayoutWithCost]:
-    # A document on more ranks sends more, so the first even stretch is the last one tried.
-    candidates, ranks, last_stretch = list[LayoutWithCost](), np.zeros(0), STRETCHES[0]
+def _searched(ring: RingShares, tight: bool) -> list[LayoutWithCost]:
+    """Returns the layouts of all searches, even or not. For `tight` see `DocumentAssigner.assign`."""
+    return [
+        candidate
+        for leave_room in (False, True)
+        for use_zigzag in (False, True)
+        for candidate in _stretched(ring, leave_room, use_zigzag, tight)
+    ]
+
+
+def _stretched(ring: RingShares, leave_room: bool, use_zigzag: bool, tight: bool) -> Iterator[LayoutWithCost]:
+    # A document on more ranks sends more, so the first even stretch is the last one tried. If pieces are filled up to
+    # the limit, more ranks may also be ones with more room.
+    ranks, folds, last_stretch = np.zeros(0), 1, STRETCHES[0]
     for stretch in STRETCHES:
         assigner = DocumentAssigner(ring, stretch, leave_room)
         if assigner.ranks[assigner.ranks > 1].sum() > PIECES * ring.shards:
             break
-        if np.array_equal(assigner.ranks, ranks) or (use_zigzag and not assigner.needs_whole_ring.any()):
-            continue  # the layout would be that of the previous stretch, or that without zigzag
-        candidates.append(ring.candidate(assigner.assign(use_zigzag)))
-        if candidates[-1].unevenness <= EVEN:
+        if use_zigzag and not assigner.needs_whole_ring.any():
+            continue  # the layout would be that without zigzag
+        if np.array_equal(assigner.ranks, ranks) and not (use_zigzag and assigner.folds > folds):
+            continue  # the layout would be that of the previous stretch
+        candidate = ring.candidate(assigner.assign(use_zigzag, tight))
+        yield candidate
+        if candidate.unevenness <= EVEN and not tight:
             # The previous stretch gave an uneven layout. A stretch between the two may be even and send less.
             halfway = DocumentAssigner(ring, (last_stretch + stretch) / 2, leave_room)
             if len(ranks) and not any(np.array_equal(halfway.ranks, each) for each in (ranks, assigner.ranks)):
-                finer = ring.candidate(halfway.assign(use_zigzag))
-                candidates += [finer] if finer.unevenness <= EVEN else []
+                yield ring.candidate(halfway.assign(use_zigzag))
             break
-        ranks, last_stretch = assigner.ranks, stretch
-    return candidates
+        ranks, folds, last_stretch = assigner.ranks, assigner.folds, stretch
 
 
 class DocumentAssigner:
@@ -172,14 +203,21 @@ class DocumentAssigner:
         # A document up to 0.05 shares too large for a number of ranks does not get one more.
         self.ranks = np.clip(np.ceil(stretch * self.need - 0.05), 1, ring.shards).astype(np.int64)
         self.needs_whole_ring = (self.ranks > 1) & (self.ranks >= WHOLE_RING * ring.shards)
+        self.folds = 1 if stretch < 2 else 2  # zigzags of a document that is cut over all ranks
         self.loads = np.zeros((len(sizes), ring.shards)) + self.density  # of each rank: [1 + sides, ranks]
 
     def _without_reserve(self, measures: Floats) -> Floats:
         # A piece adds only the pairs that exceed its tokens times the density of short documents.
         return measures - self.density * measures[0]
 
-    def assign(self, use_zigzag: bool) -> PositionRuns:
-        """Returns the layout. `use_zigzag` cuts documents that need almost all ranks in zigzag over all ranks."""
+    def assign(self, use_zigzag: bool, tight: bool = False) -> PositionRuns:
+        """Returns the layout.
+
+        Args:
+            use_zigzag: True cuts documents that need almost all ranks in zigzag over all ranks.
+            tight: True fills the last piece of each document up to `TIGHT_LOAD`, then the piece before it, and so on:
+                the keys that travel are those of earlier pieces. If queries travel, it starts with the first piece.
+        """
         # Step 2: cut long documents, the largest first. On consecutive ranks their keys travel few hops.
         cut_documents = np.flatnonzero(self.ranks > 1)
         order = cut_documents[np.argsort(-self.need[cut_documents], kind="stable")].tolist()
@@ -187,38 +225,58 @@ class DocumentAssigner:
         for document in order:
             in_zigzag = use_zigzag and self.needs_whole_ring[document]
             pieces[document] = self._cut_in_zigzag(document) if in_zigzag else self._cut_along_ring(document)
-            self._add(pieces[document], 1)
+            for row, sizes in zip(self.loads, pieces[document].sizes, strict=True):
+                np.add.at(row, pieces[document].owners, sizes)
             movable += [] if in_zigzag else [document]
-        # Step 3: remove each and assign it again, while all others stay. Under a causal mask late pieces of a document
-        # have more pairs per token than early ones, so a rank needs some of both.
-        for _ in range(PASSES - 1):
+        # Step 3: documents that are not cut.
+        bundle_starts, bundle_owners = self._fill(self.ranks == 1)
+        owners = np.concatenate([*(each.owners for each in pieces.values()), bundle_owners])
+
+        def layout(ends: Iterable[Sequence[int] | Integers]) -> PositionRuns:
+            starts = np.concatenate([*(each[:-1] for each in ends), bundle_starts])
+            by_start = np.argsort(starts, kind="stable")
+            return PositionRuns.of(np.append(starts[by_start], self.ring.length), owners[by_start])
+
+        # Step 4: loads are exact only now that all documents are assigned.
+        unshifted = layout(each.ends for each in pieces.values())
+        loads = self.ring.loads(unshifted)
+        if loads.max() <= SHIFTED_LOAD and not tight:
+            return unshifted
+        return layout(self._shifted_ends(pieces, loads.T.tolist(), set(movable) if tight else None))
+
+    def _shifted_ends(
+        self, pieces: dict[int, DocumentPieces], loads: list[list[float]], tight: set[int] | None
+    ) -> list[list[int]]:
+        """Returns the ends of each document's pieces, moved until no load exceeds the limit, if possible.
+
+        Args:
+            loads: tokens and pairs of each rank, in shares: [ranks, 1 + sides]. Changed in place.
+            tight: the documents whose pieces are filled as in `assign`; None without `tight`.
+        """
+        limit = SHIFTED_LOAD if tight is None else TIGHT_LOAD
+        # Python's floats: each calculation is for one end, and all machines round alike.
+        profiles = {document: [each.tolist() for each in self.ring.profile(document)] for document in pieces}
+        moved_ends = {document: each.ends.tolist() for document, each in pieces.items()}
+        for shift in range(SHIFTS):
             has_moved = False
-            for document in movable:
-                if (self.loads <= EVEN_LOAD).all():
-                    break
-                previous = pieces[document]
-                self._add(previous, -1)
-                moved = self._cut_along_ring(document)
-                # The threshold exceeds rounding errors: these differ between machines, and layouts must not.
-                if self._penalty_of(previous) - self._penalty_of(moved) > 1e-6:
-                    pieces[document], has_moved = moved, True
-                self._add(pieces[document], 1)
+            for document, ends in moved_ends.items():
+                grid, measures = profiles[document]
+                owners = pieces[document].owners.tolist()
+                for i in range(1, len(owners))[:: 1 - 2 * (shift % 2)]:  # every other pass goes backwards
+                    border = Border(grid, measures, ends[i], loads[owners[i - 1]], loads[owners[i]], limit)
+                    low, high = border.limits(ends[i - 1], ends[i + 1])
+                    if low > high:
+                        target = high + bisect(range(high, low), 0.0, key=border.pressure)
+                    elif tight and document in tight and self.ring.sides != (0, 1):
+                        target = high if self.ring.sides == (1,) else low
+                    else:
+                        target = min(max(ends[i], low), high)
+                    if target != ends[i]:
+                        border.move(target)
+                        ends[i], has_moved = target, True
             if not has_moved:
                 break
-        # Step 4: documents that are not cut.
-        bundle_starts, bundle_owners = self._fill(self.ranks == 1)
-        starts = np.concatenate([*(each.ends[:-1] for each in pieces.values()), bundle_starts])
-        owners = np.concatenate([*(each.owners for each in pieces.values()), bundle_owners])
-        by_start = np.argsort(starts, kind="stable")
-        return PositionRuns.of(np.append(starts[by_start], self.ring.length), owners[by_start])
-
-    def _add(self, pieces: DocumentPieces, sign: int) -> None:
-        for row, sizes in zip(self.loads, pieces.sizes, strict=True):
-            np.add.at(row, pieces.owners, sign * sizes)
-
-    def _penalty_of(self, pieces: DocumentPieces) -> float:
-        loads = self.loads[:, pieces.owners]
-        return float(_penalty(loads + pieces.sizes, loads))
+        return list(moved_ends.values())
 
     def _pieces(self, ends: Integers, owners: Integers) -> DocumentPieces:
         nonempty = np.diff(ends) > 0  # the piece of a full rank may have been rounded to no token
@@ -228,7 +286,8 @@ class DocumentAssigner:
     def _cut_in_zigzag(self, document: int) -> DocumentPieces:
         start, stop = self.ring.ends[document : document + 2].tolist()
         ranks = np.arange(self.ring.shards)
-        return self._pieces(start + equal_ends(stop - start, 2 * len(ranks)), np.concatenate((ranks, ranks[::-1])))
+        owners = np.tile(np.concatenate((ranks, ranks[::-1])), self.folds)
+        return self._pieces(start + equal_ends(stop - start, len(owners)), owners)
 
     def _cut_along_ring(self, document: int) -> DocumentPieces:
         """Cuts a document over consecutive ranks, starting at the rank that leaves the loads most even."""
@@ -262,7 +321,7 @@ class DocumentAssigner:
         return self._pieces(best_ends, owners[best % shards])
 
     def _fill(self, uncut: NDArray[np.bool_]) -> tuple[Integers, Integers]:
-        """Assigns the documents of the mask `uncut` (step 4). Returns (start, rank) of each bundle of adjacent ones."""
+        """Assigns the documents of the mask `uncut` (step 3). Returns (start, rank) of each bundle of adjacent ones."""
         # A bundle ends at a cut document, and at the first document that begins beyond the next multiple of
         # BUNDLE_SHARE, in cumulative tokens or pairs.
         bundle_numbers = np.floor(self.ring.measures[:, :-1] / BUNDLE_SHARE)
@@ -275,6 +334,62 @@ class DocumentAssigner:
         starts = self.ring.ends[bounds[bundles]]
         sizes = self.measures[:, bounds[bundles + 1]] - self.measures[:, bounds[bundles]]
         return starts, least_loaded(sizes, self.loads)
+
+
+class Border:
+    """The end of one piece of a document and the start of the next, on another rank.
+
+    Args:
+        grid, measures: as `RingShares.profile`.
+        end: the position of the border.
+        before, after: the loads of the ranks of both pieces, in shares: [1 + sides]. `move` changes them.
+        limit: the load above which a rank is too full.
+    """
+
+    def __init__(
+        self,
+        grid: list[int],
+        measures: list[list[float]],
+        end: int,
+        before: list[float],
+        after: list[float],
+        limit: float,
+    ) -> None:
+        self.grid, self.measures, self.before, self.after, self.limit = grid, measures, before, after, limit
+        self.sizes = [interpolated(end, grid, measure) for measure in measures]
+
+    def limits(self, start: int, stop: int) -> tuple[int, int]:
+        """Returns the lowest end at which the rank of the piece after it is not too full, and the highest end at which
+        the rank of the piece before it is not; both from `start` to `stop`."""
+        low, high = float(start), float(stop)
+        for measure, size, before, after in zip(self.measures, self.sizes, self.before, self.after, strict=True):
+            low = max(low, interpolated(size + after - self.limit, measure, self.grid))
+            high = min(high, interpolated(size + self.limit - before, measure, self.grid))
+        return min(ceil(low - 1e-6), stop), max(floor(high + 1e-6), start)
+
+    def pressure(self, end: int) -> float:
+        """Returns the derivative, by the end, of the sum of squares of both ranks' excess over the limit."""
+        total = 0.0
+        for measure, size, before, after in zip(self.measures, self.sizes, self.before, self.after, strict=True):
+            new_size = interpolated(end, self.grid, measure)
+            excess_before = max(0.0, before + new_size - size - self.limit)
+            excess_after = max(0.0, after - new_size + size - self.limit)
+            total += (interpolated(end + 1, self.grid, measure) - new_size) * (excess_before - excess_after)
+        return total
+
+    def move(self, end: int) -> None:
+        for i, (measure, size) in enumerate(zip(self.measures, self.sizes, strict=True)):
+            moved = interpolated(end, self.grid, measure) - size
+            self.before[i] += moved
+            self.after[i] -= moved
+
+
+def interpolated(x: float, xs: Sequence[float], ys: Sequence[float]) -> float:
+    """As `np.interp`, for one x: the y of the line through the points (xs, ys); where xs are equal, the last one's."""
+    i = bisect(xs, x)
+    if not 0 < i < len(xs):
+        return ys[0] if i == 0 else ys[-1]
+    return ys[i - 1] + (ys[i] - ys[i - 1]) * (x - xs[i - 1]) / (xs[i] - xs[i - 1])
 
 
 def _penalty(loads: Floats, previous_loads: Floats) -> Floats:

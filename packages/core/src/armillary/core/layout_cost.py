@@ -71,9 +71,16 @@ class LayoutWithCost:
 
     @cached_property
     def hops(self) -> int:
-        """Token-hops of keys if pairs count by query, of queries if by key; their sum if pairs count by both."""
+        """Token-hops of keys if pairs count by query, of queries if by key; their sum if pairs count by both.
+
+        Those of states are added: where a document is cut, all other ranks get the state (`RingShares.state_tokens`).
+        """
         by_side = self.ring.rows, [mirror(row) for row in self.ring.rows]
-        return sum(token_hops(self.layout, self.ring.shards, by_side[side]) for side in self.ring.sides)
+        hops = sum(token_hops(self.layout, self.ring.shards, by_side[side]) for side in self.ring.sides)
+        if not self.ring.state_tokens:
+            return hops
+        cuts = len(np.setdiff1d(self.layout.ends, self.ring.ends))
+        return hops + cuts * self.ring.state_tokens * (self.ring.shards - 1)
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,7 @@ class RingShares:
     Args:
         rows: slices of the mask for each batch row. Their pairs are added.
         sides: the ranks to which pairs count: 0 for the rank of the query, 1 for the rank of the key, (0, 1) for each.
+        state_tokens: tokens of keys and values that take as many bytes as a state; 0 without layers with one.
         profiles: cache of `profile`.
     """
 
@@ -90,6 +98,7 @@ class RingShares:
     shards: int
     rows: Sequence[Slices]
     sides: tuple[int, ...] = (0,)
+    state_tokens: int = 0
     profiles: dict[int, tuple[Integers, Floats]] = field(default_factory=dict[int, tuple[Integers, Floats]])
 
     @cached_property
@@ -143,6 +152,12 @@ class RingShares:
         for side, side_sizes in zip(pairs, sizes, strict=True):
             np.add.at(side, layout.owners, side_sizes)
         return pairs
+
+    def loads(self, layout: PositionRuns) -> Floats:
+        """Returns the tokens and the pairs of each shard, by each side, in shares: [1 + sides, shards]."""
+        tokens = np.bincount(layout.owners, np.diff(layout.ends), self.shards)
+        pairs = self.pairs_of_shards(layout)[list(self.sides)]
+        return np.vstack((tokens / self.shares[0], (pairs / self.shares[1]).astype(np.float64)))
 
     def candidate(self, layout: PositionRuns) -> LayoutWithCost:
         # Infinitely uneven if a shard is empty, which layouts do not allow.
