@@ -140,6 +140,14 @@ def test_token_ring_is_even_by_keys_and_sends_fewer_bytes_than_an_even_layout(sh
     assert sent_bytes["balanced"] < sent_bytes["even"]
 
 
+@pytest.mark.parametrize("name", ["ring", "token_ring", "wallfacer", "all_gather", "usp", "upipe+wallfacer"])
+def test_layouts_for_states_have_runs_of_neighbouring_tokens(name):
+    """A state runs along neighbouring tokens, and layers with one refuse stripes."""
+    method, mask = named_method(name, MethodOptions()), AttentionMask(documents=[0, 13, 62, 65, 88, 128])
+    layout = method.layout(128, 4, "balanced", mask, states=True)
+    assert all(span.step == 1 for shard in range(4) for span in layout.spans(shard))
+
+
 NAMED = [
     *((name, MethodOptions(), None) for name in ("ring", "token_ring", "wallfacer", "all_gather")),
     ("ring", MethodOptions(backward="queries"), "both"),

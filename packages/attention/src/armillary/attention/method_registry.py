@@ -252,9 +252,11 @@ class NamedMethod:
         sizes = TokenSizes(work.head_dim + work.value_dim, sum(work.latent), work.e, work.a)
         return work if sequence.takes_latents and transfers.latents_pay(sizes) else replace(work, latent=None)
 
-    def layout(self, length: int, ring: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
+    def layout(
+        self, length: int, ring: int, kind: str = "zigzag", mask: AttentionMask | None = None, states: bool = False
+    ) -> SequenceLayout:
         """Returns the layout over `ring` ranks that `Method.layout` refines for the head axis."""
-        return self.sequence_plan(ring).layout(length, ring, kind, mask)
+        return self.sequence_plan(ring).layout(length, ring, kind, mask, states)
 
     def stages(self, heads: int, key_heads: int, ulysses: int) -> HeadStages:
         """Returns the stages of the first of `ulysses` ranks on the head axis. No rank has more heads."""

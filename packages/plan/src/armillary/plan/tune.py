@@ -241,7 +241,8 @@ def build_pass(config: Config, candidate: Candidate, device: torch.device) -> Ca
     model, attention = shard_model(block, config, mesh, dtype)
     attention.kernel = kernel_with_sm_margin(config, block, dtype, device, axes["ring"])
     # 3. Random tokens. With documents, the layout and the mask are those of the run's first batch.
-    layout, mask = attention.layout(config.data.sequence_length, config.data.layout), AttentionMask()
+    states = is_hybrid(block) and not config.parallel.contiguous_states
+    layout, mask = attention.layout(config.data.sequence_length, config.data.layout, states=states), AttentionMask()
     if config.data.documents:
         replica = mesh["replicate"].get_local_rank() * mesh["shard"].size() + mesh["shard"].get_local_rank()
         stores = open_stores(config.data, config.model.pretrained)

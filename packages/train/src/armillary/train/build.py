@@ -46,7 +46,7 @@ from armillary.train.device import (
 )
 from armillary.train.optimizer import build_optimizer
 from armillary.train.ranks import check_consistent
-from armillary.train.step import Run, batch_mask
+from armillary.train.step import Run, batch_mask, shards_states
 
 
 @contextmanager
@@ -225,13 +225,14 @@ def load_rows(
         ValueError: the stores' documents cannot be split or mixed, or have fewer tokens in total than a row.
     """
     length, kind = config.data.sequence_length, config.data.layout
+    states = shards_states(config, model_config(config.model, config.model.vocab_size or 1, length))
     with flag_in_errors("--data.sequence-length"):  # fewer tokens than shards, or more than the stores have
         check_length(stores, length)
-        layout = attention.layout(length, kind)
+        layout = attention.layout(length, kind, states=states)
 
     # A balanced layout gives ranks nearly equal numbers of visible pairs, which depend on the batch's documents.
     def balanced_layout(documents: Documents) -> SequenceLayout:
-        return attention.layout(length, "balanced", batch_mask(documents, None, config.data.documents))
+        return attention.layout(length, "balanced", batch_mask(documents, None, config.data.documents), states)
 
     # The loader's thread plans attention (tiles and sends) for the next batch, while the current one trains.
     def plan(batch: Batch) -> None:

@@ -19,7 +19,7 @@ from armillary.attention.internal import observe_shard, over_all_ranks
 from armillary.core import Axis, clip_gradients, to_device
 from armillary.data import Batch, Batches
 from armillary.data.internal import Documents, Parents
-from armillary.models import GPT, Llama, linear_token_loss
+from armillary.models import GPT, GPTConfig, Llama, LlamaConfig, linear_token_loss
 from armillary.models.parallel import begin_micro_batch
 from armillary.train.config.sections import Config
 from armillary.train.optimizer import learning_rate
@@ -136,6 +136,12 @@ def observe(run: Run, step: int, batches: list[Batch], label_count: Tensor) -> A
     return proof
 
 
+def shards_states(config: Config, model: LlamaConfig | GPTConfig) -> bool:
+    """Returns True if layers with a state run on the shards of the batch, whose layout must then suit them."""
+    has_states = isinstance(model, LlamaConfig) and model.states is not None
+    return has_states and not config.parallel.contiguous_states
+
+
 def probe_loss(run: Run, method: Method, rows: Any, head: Callable[..., Any]) -> tuple[Tensor, Tensor]:
     """Returns this rank's share of the mean loss of an `armillary.check.CheckBatch`, and its tokens' positions [T]."""
     if run.config.parallel.zero_stage == 1:
@@ -143,7 +149,7 @@ def probe_loss(run: Run, method: Method, rows: Any, head: Callable[..., Any]) ->
     data, length = run.config.data, rows.ids.shape[1]
     documents: Documents = (rows.documents or (0, length),)
     mask = batch_mask(documents, None, data.documents)
-    layout = method.layout(length, data.layout, mask)
+    layout = method.layout(length, data.layout, mask, shards_states(run.config, run.model.config))
     positions = over_all_ranks(layout, method).positions(method.shard)
     position_ids = rows.position_ids if data.reset_positions else torch.arange(length)[None]
     ids, labels, position_ids = (x[:, positions] for x in (rows.ids, rows.shifted_labels, position_ids))

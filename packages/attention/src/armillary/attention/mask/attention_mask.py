@@ -566,14 +566,20 @@ class BoundedCache(Generic[Key, Value]):
 
 
 def layout_of(
-    kind: str, length: int, shards: int, mask: AttentionMask | None = None, balanced_by: Side | None = "queries"
+    kind: str,
+    length: int,
+    shards: int,
+    mask: AttentionMask | None = None,
+    balanced_by: Side | None = "queries",
+    states: bool = False,
 ) -> SequenceLayout:
     """Returns a layout of kind "zigzag", "contiguous", "striped" or "balanced".
 
     Args:
         mask: the mask under which a balanced layout has even work; causal by default.
         balanced_by: the side whose work a balanced layout makes even, as in `SequenceLayout.balanced`. None: both
-            sides, and bytes are ignored (`send_cost=0`).
+            sides, and bytes are ignored (`send_cost=0`) unless states are sent.
+        states: as in `SequenceLayout.balanced`.
 
     Raises:
         ValueError: another kind, a mask of another type, or as the layout's constructor.
@@ -589,8 +595,9 @@ def layout_of(
             return SequenceLayout.striped(length, shards)
         case "balanced":
             mask = mask or AttentionMask()
-            if balanced_by is None:
+            if balanced_by is None and not states:
                 return SequenceLayout.balanced(length, shards, mask=mask, send_cost=0)
-            return SequenceLayout.balanced(length, shards, mask=mask, balanced_by=balanced_by)
+            side = "both" if balanced_by is None else balanced_by
+            return SequenceLayout.balanced(length, shards, mask=mask, balanced_by=side, states=states)
         case _:
             raise ValueError(f"no layout {kind!r}; known: zigzag, contiguous, striped, balanced")

@@ -47,18 +47,21 @@ class Method(AttentionMethod):
         """The method on the sequence axis: the inner method of a method on the head axis, otherwise this method."""
         return self
 
-    def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
+    def layout(
+        self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None, states: bool = False
+    ) -> SequenceLayout:
         """Returns a layout over all ranks of the method, for the loader.
 
         Args:
             kind: "zigzag", "contiguous", "striped" or "balanced".
             mask: the mask for which a balanced layout distributes work evenly; causal by default.
+            states: True if the model has layers with a state, which "balanced" then counts (`SequenceLayout.balanced`).
 
         Raises:
             ValueError: an unknown kind, fewer tokens than ranks, a mask of another type, or for "balanced" of another
                 length.
         """
-        return layout_of(kind, length, self.sequence_shards, mask, self.balanced_by)
+        return layout_of(kind, length, self.sequence_shards, mask, self.balanced_by, states)
 
     @property
     def balanced_by(self) -> Side | None:

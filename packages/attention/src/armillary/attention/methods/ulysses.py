@@ -62,8 +62,10 @@ class HeadMethod(Method):
     def balanced_by(self) -> Side | None:
         return self.inner.balanced_by
 
-    def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
-        return self.inner.layout(length, kind, mask).refine(self.axis.size)
+    def layout(
+        self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None, states: bool = False
+    ) -> SequenceLayout:
+        return self.inner.layout(length, kind, mask, states).refine(self.axis.size)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         check_heads(q.shape[2], self.axis.size, self.axis.name)

@@ -121,8 +121,10 @@ class WallFacer(Method):
         """None: both sides are made even, and bytes are ignored."""
         return None
 
-    def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
-        return self.teams.layout(length, kind, mask)
+    def layout(
+        self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None, states: bool = False
+    ) -> SequenceLayout:
+        return self.teams.layout(length, kind, mask, states)
 
     def plan(self, spec: AttentionSpec, previous: AttentionSpec, rows: int) -> None:
         """Runs the `plan` of the ring between teams."""
@@ -358,18 +360,21 @@ class Teams:
 
     # -- layouts ------------------------------------------------------------------------------------------------------
 
-    def layout(self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None) -> SequenceLayout:
+    def layout(
+        self, length: int, kind: str = "zigzag", mask: AttentionMask | None = None, states: bool = False
+    ) -> SequenceLayout:
         """Returns the layout over P ranks in which the tokens of each team together are a shard of layout `kind`.
 
         Raises:
             ValueError: an unknown kind, or fewer tokens than ranks.
         """
-        if kind == "balanced":
+        if kind == "balanced" and not states:
             # Balanced by pairs alone (`balanced_by=None`): teams gather all their queries and keys anyway, so that
             # keeping documents uncut would save almost no bytes.
             teams = self.deal(layout_of(kind, length, self.ring_size, mask, balanced_by=None))
         else:
-            teams = layout_of(kind, length, self.ranks // self.team_size, mask)
+            # Teams share no documents token by token if a state runs along the tokens: each has runs of neighbours.
+            teams = layout_of(kind, length, self.ranks // self.team_size, mask, balanced_by=None, states=states)
         return self.in_rank_order(teams.refine(self.team_size))
 
     def by_teams(self, layout: SequenceLayout) -> SequenceLayout:

@@ -58,9 +58,9 @@ class SequencePlan(MethodPlan):
     """Plan of a method on the sequence axis."""
 
     def layout(
-        self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None
+        self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None, states: bool = False
     ) -> SequenceLayout:
-        return layout_of(kind, length, ranks, mask, self.balanced_by)
+        return layout_of(kind, length, ranks, mask, self.balanced_by, states)
 
     @property
     def balanced_by(self) -> Side | None:

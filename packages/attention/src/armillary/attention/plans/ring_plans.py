@@ -216,9 +216,9 @@ class WallFacerPlan(SequencePlan):
         return None
 
     def layout(
-        self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None
+        self, length: int, ranks: int, kind: str = "zigzag", mask: AttentionMask | None = None, states: bool = False
     ) -> SequenceLayout:
-        return self.teams(ranks).layout(length, kind, mask)
+        return self.teams(ranks).layout(length, kind, mask, states)
 
     def comm_plan(self, work: AttentionShape) -> CommPlan:
         teams = self.teams(work.layout.shards)

@@ -103,7 +103,8 @@ def passes_of(
     model, mask = job.model, mask or AttentionMask()
     ring, ulysses, tp = (job.axes.get(name, 1) for name in ("ring", "ulysses", "tp"))
     # 1. Attention, under the window of each block.
-    key_layout = job.method.layout(job.length, ring, layout, mask)
+    has_states = isinstance(model, LlamaConfig) and model.states is not None and not job.contiguous_states
+    key_layout = job.method.layout(job.length, ring, layout, mask, has_states)
     windows = {
         # A window includes the query's own key.
         window: attention_passes(job, cluster, key_layout, kernel, margin, mask.narrow(window and window - 1))
