@@ -1,10 +1,12 @@
 """`verifying` and `verify` name faults of known libraries in a running step, and raise no alarm on right ones."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from planted_faults import Model, reduce, step
 
 from armillary.attention import ContextParallel
@@ -147,6 +149,25 @@ def step_of_ignored_windows():
 def test_a_window_that_layers_never_read_is_not_asked_for(worlds):
     report = worlds(2).run(step_of_ignored_windows)[0]
     assert report["right"], json.dumps(report, indent=1)
+
+
+def other_rows() -> list[dict]:
+    """The fact "same rows" of ranks with the same rows, and of ranks with other ones."""
+    facts = list[dict]()
+    for differs in (False, True):
+        model, batch = new_model(), new_batch(documents=None)
+        if differs and dist.get_rank() == 1:
+            batch = replace(batch, labels=batch.labels.roll(1, 1))
+        with verifying(model, batch) as proof:
+            step(model, batch)
+        facts.append(next(fact for fact in proof.report().to_dict()["facts"] if fact["name"] == "same rows"))
+    return facts
+
+
+def test_ranks_with_other_rows_are_named(worlds):
+    for right, wrong in worlds(4).run(other_rows):
+        assert right["verdict"] == "right"
+        assert wrong["verdict"] == "wrong" and "[1]" in wrong["detail"]
 
 
 def observed_micro_batches():

@@ -571,7 +571,7 @@ ON_RANKS: list[tuple[Callable[[], object], str]] = [
     (lambda: call_batch("LlamaForCausalLM", "num_items_in_batch"), "the loss of a shard needs num_items_in_batch"),
     (lambda: call_batch("MixtralForCausalLM", config=ROUTERS | {"output_router_logits": True}), "router_logits=True"),
     (lambda: call_batch("MixtralForCausalLM", config=ROUTERS, output_router_logits=True), "output_router_logits=True"),
-    (lambda: call_batch("WhisperForCausalLM", config=WHISPER), "WhisperForCausalLM computes its loss itself"),
+    (lambda: call_batch("WhisperForCausalLM", config=WHISPER), "WhisperForCausalLM returns loss"),
     (classify_tokens, "labels [2, 12]"),
     # diffusers
     (lambda: diffuse_unequal(lambda m, inputs, rank: inputs["timestep"].add_(rank)), "timestep: not the same"),
