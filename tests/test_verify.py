@@ -28,7 +28,8 @@ from armillary.train import (
     train,
 )
 from armillary.train.config import check_config
-from armillary.train.step import train_step
+from armillary.train.step import StepResult, train_step
+from armillary.train.verification import Verification
 
 NOT = "not observed"
 TEXT = (Path(armillary.train.__file__).parent,)
@@ -104,9 +105,14 @@ def losses(verify_every, sequence_length):
     config = replace(CONFIG, parallel=ParallelConfig(ring=2, zero_stage=1), train=options, data=rows, check=check)
     with process_group(config) as device:
         run = prepare(config, device)
-        random_state, results = torch.get_rng_state(), [train_step(run, i, [next(run.training)]) for i in (1, 2, 3)]
+        random_state, verification, reports = torch.get_rng_state(), Verification(run), list[str]()
+        results = list[StepResult]()
+        for step in (1, 2, 3):
+            batches = [next(run.training)]
+            results.append(train_step(run, step, batches, verification.of(step, batches)))
+            reports.append(str(verification.report))
         assert torch.equal(torch.get_rng_state(), random_state)
-    return [(x.loss, x.grad_norm) for x in results], str(results[0].report)
+    return [(x.loss, x.grad_norm) for x in results], reports[0]
 
 
 def test_a_verified_run_has_the_same_losses_bit_by_bit(worlds):
@@ -133,7 +139,8 @@ def wrong_step():
                 module.set_gradient_divide_factor(2.0)  # an average, where the loss needs a sum
         before = [p.to_local().clone() for p in run.model.parameters()]
         with pytest.raises(RuntimeError) as error:
-            train_step(run, 1, [next(run.training)])
+            batches = [next(run.training)]
+            train_step(run, 1, batches, Verification(run).of(1, batches))
         return str(error.value), all(
             torch.equal(a, b.to_local()) for a, b in zip(before, run.model.parameters(), strict=True)
         )

@@ -27,6 +27,7 @@ from armillary.train.optimizer import schedule_notes
 from armillary.train.profiler import Profiler, StepTrace
 from armillary.train.step import Run, StepResult, forward, sum_over_ranks, train_step
 from armillary.train.stop_signal import StopSignal
+from armillary.train.verification import Verification
 from armillary.train.watchdog import Watchdog
 
 
@@ -45,7 +46,8 @@ def train(config: Config, watchdog: Watchdog | None = None, notes: Sequence[str]
         FloatingPointError: a loss or gradient is not finite, on every rank (`--train.bad-step`).
         OSError: the last checkpoint cannot be saved or exported; on every rank.
         TimeoutError, ConnectionError: a rank is missing.
-        RuntimeError: communication failed, or another run has taken the output folder.
+        RuntimeError: communication failed, another run has taken the output folder, or a fact that
+            `--check.verify-every` verifies is wrong; on every rank, before the update.
     """
     watchdog = watchdog or watchdog_of(config)
     # A signal that arrives before `StopSignal` ends the process, which has no state to save yet.
@@ -92,7 +94,7 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
         profiler = Profiler(log.profile, log.memory_snapshot, folder, reporter.say)
         step_trace = StepTrace(log.trace, log.trace_steps, run.device, step + 1, steps, reporter.say)
         summary = Summary(first_step=step + 1)
-        bad_steps, stopwatch = BadSteps(run, reporter.say), Stopwatch()
+        bad_steps, stopwatch, verification = BadSteps(run, reporter.say), Stopwatch(), Verification(run)
         # 2. Train. All ranks stop after the same step, even if the signal reaches only one of them.
         while step < steps and not stop.is_requested(run.device):
             step += 1
@@ -101,13 +103,13 @@ def train_loop(run: Run, stop: StopSignal | None = None, watchdog: Watchdog | No
             # One global batch, in micro-batches: loss, gradients, optimizer.
             with profiler.step(step), step_trace.step(step):
                 batches = [next(run.training) for _ in range(config.train.accumulation)]
-                result = train_step(run, step, batches)
+                result = train_step(run, step, batches, verification.of(step, batches))
                 stopwatch.count(run.tokens_per_step)
             # Raises for a non-finite loss or gradient, or counts a skipped update (`--train.bad-step`).
             bad_steps.count(step, result, batches)
-            if result.report is not None:
-                reporter.event("verified", step, str(result.report))
-                reporter.say(f"step {step} is verified:\n{result.report}")
+            if verification.report is not None:
+                reporter.event("verified", step, str(verification.report))
+                reporter.say(f"step {step} is verified:\n{verification.report}")
             summary.losses.append(result.loss)
             reporter.step(measure(run, step, batches, result, stopwatch.last_seconds, checkpoints.tokens(step)))
             with stopwatch.pause():  # validation and saving do not count as step time

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import isfinite
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import AdamW
 
-from armillary.attention import AttentionMask, Method
-from armillary.attention.internal import observe_shard, over_all_ranks
+from armillary.attention import AttentionMask
 from armillary.core import Axis, clip_gradients, to_device
 from armillary.data import Batch, Batches
 from armillary.data.internal import Documents, Parents
@@ -33,7 +32,6 @@ class Run:
         data: axis of all ranks that hold different tokens of a step; losses and label counts are summed over it.
         training: yields this rank's micro-batches, one after the other.
         validation: micro-batches of held-out rows.
-        verified: True once a step of this start was verified.
     """
 
     config: Config
@@ -43,7 +41,6 @@ class Run:
     optimizer: AdamW
     training: Batches
     validation: Batches
-    verified: bool = False
 
     @property
     def tokens_per_step(self) -> int:
@@ -59,27 +56,28 @@ class Run:
 class StepResult:
     """Loss and gradient norm (before clipping) over all ranks, equal on every rank.
 
-    A step is `good` if both are finite; otherwise the optimizer's update was skipped. `report` has the facts that
-    `--check.verify-every` verified in this step.
+    A step is `good` if both are finite; otherwise the optimizer's update was skipped.
     """
 
     loss: float
     grad_norm: float
-    report: Any = None
 
     @property
     def good(self) -> bool:
         return isfinite(self.loss) and isfinite(self.grad_norm)
 
 
-def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
+def train_step(
+    run: Run, step: int, batches: list[Batch], observer: AbstractContextManager[object] | None = None
+) -> StepResult:
     """Takes one optimizer step on one global batch, of which `batches` are this rank's micro-batches.
 
     The loss is the sum over the labelled tokens of all micro-batches and ranks, divided by the number of these tokens
     (for trees, by the sum of their weights). So it does not depend on the mesh or on the number of micro-batches.
 
-    Raises:
-        RuntimeError: a fact that `--check.verify-every` verifies is wrong; on every rank, before the update.
+    Args:
+        observer: a context around forward and backward, left before gradients are clipped. An error of its exit ends
+            the step without the update.
     """
     rate = learning_rate(step, run.config.train.steps, run.config.optimizer)
     for group in run.optimizer.param_groups:
@@ -90,20 +88,15 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     label_count = label_count.where(label_count > 0, 1)  # a batch of padding has loss 0, not 0 / 0
     # 2. Forward and backward. Autograd adds gradients over micro-batches, FSDP2's reduce-scatter adds them over ranks.
     losses = list[Tensor]()
-    proof = observe(run, step, batches, label_count)
-    head = linear_token_loss if proof is None else proof.head(linear_token_loss)
-    with proof or nullcontext():
+    with observer or nullcontext():
         for i, batch in enumerate(batches):
             if run.config.parallel.zero_stage == 1:
                 # Stage 1 gathers parameters for the first micro-batch and reduces gradients after the last one.
                 begin_micro_batch(run.model, last=i == len(batches) - 1)
-            losses.append(backward(run, batch, label_count, head))
-    report = None if proof is None else proof.report()
-    if report is not None and report.wrong:
-        raise RuntimeError(f"step {step} is wrong\n{report}")
+            losses.append(backward(run, batch, label_count))
     norm = clip_gradients(run.model, run.config.optimizer.clip_norm)
     # `item` makes the host wait for the GPU: once a step, after forward and backward are queued.
-    result = StepResult(sum_over_ranks(run, torch.stack(losses).sum()).item(), norm.item(), report)
+    result = StepResult(sum_over_ranks(run, torch.stack(losses).sum()).item(), norm.item())
     # 3. Update the weights. Loss and norm are equal on all ranks, so all ranks update or all skip.
     if result.good:
         run.optimizer.step()
@@ -111,56 +104,9 @@ def train_step(run: Run, step: int, batches: list[Batch]) -> StepResult:
     return result
 
 
-def observe(run: Run, step: int, batches: list[Batch], label_count: Tensor) -> Any:
-    """Returns armillary-check's observation of a step by its first micro-batch; None in steps that are not verified.
-
-    The first step of a start is verified, and every `check.verify_every` steps. Before the first one, probes run on a
-    prefix of a row, if they cost less than a step. Rows of trees are not verified: their tokens have several labels.
-    """
-    every, batch = run.config.check.verify_every, batches[0]
-    if every is None or not isinstance(batch.labels, Tensor) or (run.verified and step % every):
-        return None
-    tokens = {"ids": batch.tokens, "labels": batch.labels, "position_ids": batch.positions}
-    method = next(x for module in run.model.modules() if isinstance(x := getattr(module, "attention", None), Method))
-    proof = observe_shard(run.model, method, batch.layout, **tokens, labelled=int(label_count))
-    # Layers with a state may have shards of their own, where the probes would look for other tokens.
-    if not run.verified and not run.config.parallel.contiguous_states:
-        proof.probe(
-            partial(probe_loss, run, method),
-            linear_token_loss,
-            documents=batch.documents[0] if run.config.data.documents else None,
-            step_tokens=len(batch.tokens) * batch.layout.length * len(batches),
-            unit=2 * method.shards * run.config.parallel.tp,
-        )
-    run.verified = True
-    return proof
-
-
-def shards_states(config: Config, model: LlamaConfig | GPTConfig) -> bool:
-    """Returns True if layers with a state run on the shards of the batch, whose layout must then suit them."""
-    has_states = isinstance(model, LlamaConfig) and model.states is not None
-    return has_states and not config.parallel.contiguous_states
-
-
-def probe_loss(run: Run, method: Method, rows: Any, head: Callable[..., Any]) -> tuple[Tensor, Tensor]:
-    """Returns this rank's share of the mean loss of an `armillary.check.CheckBatch`, and its tokens' positions [T]."""
-    if run.config.parallel.zero_stage == 1:
-        begin_micro_batch(run.model, last=True)
-    data, length = run.config.data, rows.ids.shape[1]
-    documents: Documents = (rows.documents or (0, length),)
-    mask = batch_mask(documents, None, data.documents)
-    layout = method.layout(length, data.layout, mask, shards_states(run.config, run.model.config))
-    positions = over_all_ranks(layout, method).positions(method.shard)
-    position_ids = rows.position_ids if data.reset_positions else torch.arange(length)[None]
-    ids, labels, position_ids = (x[:, positions] for x in (rows.ids, rows.shifted_labels, position_ids))
-    batch = Batch(ids, labels, position_ids, documents, layout)
-    total, _ = forward(run, batch, head)
-    return total / sum_over_ranks(run, batch.labelled).to(total.dtype), positions
-
-
-def backward(run: Run, batch: Batch, label_count: Tensor, head: Callable[..., Any] = linear_token_loss) -> Tensor:
+def backward(run: Run, batch: Batch, label_count: Tensor) -> Tensor:
     """Adds a micro-batch's gradients to the parameters' gradients; returns this rank's share of the step's loss."""
-    total, _ = forward(run, batch, head)
+    total, _ = forward(run, batch)
     loss_share = total / label_count.to(total.dtype)
     loss_share.backward()
     return loss_share.detach()
@@ -183,6 +129,12 @@ def forward(run: Run, batch: Batch, head: Callable[..., Any] = linear_token_loss
         layout=batch.layout,
         head=partial(head, labels=labels),
     )
+
+
+def shards_states(config: Config, model: LlamaConfig | GPTConfig) -> bool:
+    """Returns True if layers with a state run on the shards of the batch, whose layout must then suit them."""
+    has_states = isinstance(model, LlamaConfig) and model.states is not None
+    return has_states and not config.parallel.contiguous_states
 
 
 def batch_mask(documents: Documents, parents: Parents | None, within_documents: bool) -> AttentionMask:
