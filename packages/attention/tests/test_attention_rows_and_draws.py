@@ -200,6 +200,17 @@ def draw(kind: str, sizes: dict[str, int], seeds_differ: bool) -> dict:
     return results
 
 
+def state_after_a_block_without_draws() -> bool:
+    cp, state = ContextParallel("ring", mesh(ring=2)), torch.get_rng_state()
+    with cp.shard(torch.zeros(1, 16, dtype=torch.long)) as batch:
+        used(batch, cp)
+    return torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_block_that_draws_nothing_leaves_the_generator_as_it_was(worlds):
+    assert worlds(2).run(state_after_a_block_without_draws) == [True, True]
+
+
 def used(batch, cp):
     q = torch.zeros(1, 4, batch.ids.shape[1], 8)
     with sdpa_parallel(cp.method):

@@ -574,12 +574,12 @@ ON_RANKS: list[tuple[Callable[[], object], str]] = [
     (lambda: call_batch("WhisperForCausalLM", config=WHISPER), "WhisperForCausalLM returns loss"),
     (classify_tokens, "labels [2, 12]"),
     # diffusers
-    (lambda: diffuse_unequal(lambda m, inputs, rank: inputs["timestep"].add_(rank)), "timestep: not the same"),
+    (lambda: diffuse_unequal(lambda m, inputs, rank: inputs["timestep"].add_(rank)), "timestep (ranks [0]"),
     (
         lambda: diffuse_unequal(lambda m, x, rank: x.update(hidden_states=x["hidden_states"][:, rank:])),
-        "hidden_states: not the same",
+        "hidden_states (ranks [0]",
     ),
-    (lambda: diffuse_unequal(lambda m, _, rank: m.proj_out.bias.data.add_(rank)), "proj_out.bias: not the same"),
+    (lambda: diffuse_unequal(lambda m, _, rank: m.proj_out.bias.data.add_(rank)), "proj_out.bias (ranks [0]"),
 ]
 
 BEFORE_COMMUNICATION: list[tuple[Callable[[], object], str]] = [

@@ -107,7 +107,7 @@ def test_exports_without_a_tokenizer_say_why(runs, folder, tmp_path):
             (run / "config.json").write_text(json.dumps(config | {"data": {"path": [str(tmp_path / data)]}}))
         assert f"no tokenizer: {reason}" in exported(run / STEP, tmp_path / f"hf {data}")
         # The store may be named instead.
-        line = exported(run / STEP, tmp_path / f"hf {data}", "--pretrained", folder / "store")
+        line = exported(run / STEP, tmp_path / f"hf {data}", "--overwrite", "--pretrained", folder / "store")
         assert f"tokenizer of {folder}/store" in line
         check_export(tmp_path / f"hf {data}", folder / "store")
 

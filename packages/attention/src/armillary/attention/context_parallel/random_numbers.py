@@ -12,6 +12,7 @@ from torch import nn
 
 from armillary.attention.call.recompute import rng_state, set_rng_state
 from armillary.core import Axis
+from armillary.core.internal import compat
 
 BY_LAYER_OR_ROW = re.compile(r"layer_?drop|drop_?path|stochastic_?depth", re.IGNORECASE)
 """Matches names of probabilities, and of modules with one, by which a model drops a whole layer or row."""
@@ -23,9 +24,9 @@ def draws_of_rank(axes: Sequence[Axis], device: torch.device) -> Generator[None]
     """Context in which torch's default generator of a device draws other numbers on each rank of the axes.
 
     On one rank nothing changes. On several, the block's numbers follow from one number that the CPU's generator draws
-    before, so they are reproducible from its seed. After the block both generators are as after that draw: equal on
-    ranks whose states were equal before, whatever the block drew. Checkpointing saves the generator's state in forward,
-    so backward may recompute outside of the block.
+    before, so they are reproducible from its seed. After the block both generators are as after that draw, or as before
+    it if the block drew nothing: equal on ranks whose states were equal, whatever each drew. Checkpointing saves the
+    generator's state in forward, so backward may recompute outside of the block.
 
     Raises:
         ValueError: the generator was seeded inside the block.
@@ -33,16 +34,17 @@ def draws_of_rank(axes: Sequence[Axis], device: torch.device) -> Generator[None]
     index, count = 0, 1  # of this rank, on the axes of more than one rank
     for axis in axes:
         index, count = index * axis.size + axis.rank, count * axis.size
-    if count == 1:
+    if count == 1 or compat.fakes_tensors():
         yield
         return
-    base = int(torch.randint(SEEDS - 1, ()))
-    state = rng_state(device)
+    host_state = torch.get_rng_state()
+    base, next_host_state, state = int(torch.randint(SEEDS - 1, ())), torch.get_rng_state(), rng_state(device)
     # Ranks may have drawn equal numbers or, if their seeds differ, other ones: multiplied by an odd number, sums of
     # both and the rank's index collide by chance alone.
     seed = (base + (2 * index + 1) * 0x9E3779B97F4A7C15) % SEEDS
     generator = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
     generator.manual_seed(seed)
+    seeded_state = rng_state(device)
     try:
         yield
         if generator.initial_seed() != seed:
@@ -51,7 +53,10 @@ def draws_of_rank(axes: Sequence[Axis], device: torch.device) -> Generator[None]
                 "same elements of other tokens: call torch.manual_seed before `with batch`"
             )
     finally:
+        drew = not torch.equal(rng_state(device), seeded_state)
         set_rng_state(state, device)
+        if not drew and torch.equal(torch.get_rng_state(), next_host_state):
+            torch.set_rng_state(host_state)  # a model without dropout leaves the numbers of one rank to the script
 
 
 class SharedDraws:

@@ -67,11 +67,14 @@ def refusal(main: Callable[[Sequence[str]], object], argv: Sequence[object]) -> 
     return lines[0]
 
 
-def value_errors(calls: Sequence[Callable[[], object]]) -> list[str]:
+def value_errors(calls: Sequence[Callable[[], object]], sent: int = 0) -> list[str]:
     """Returns the message of the ValueError that each call raises.
 
+    Args:
+        sent: bytes that the calls send to other ranks before they raise, all together.
+
     Raises:
-        AssertionError: a call raised no ValueError, or sent bytes to another rank before.
+        AssertionError: a call raised no ValueError, or the calls sent another number of bytes.
     """
     messages: list[str] = []
     with CommLedger() as ledger:
@@ -82,7 +85,7 @@ def value_errors(calls: Sequence[Callable[[], object]]) -> list[str]:
                 messages.append(str(error))
             else:
                 raise AssertionError(f"call {number} was not refused")
-    assert ledger.bytes() == 0, ledger.table()
+    assert ledger.bytes() == sent, ledger.table()
     return messages
 
 

@@ -97,12 +97,6 @@ def _state(x: Tensor) -> Any:
     return x.clone() if x.is_inference() else x._version  # inference tensors count no versions
 
 
-def _replaces_forward(model: Any) -> bool:
-    """Returns True if the forward of an instance is not that of its class, perhaps wrapped, as accelerate does."""
-    forwards = [unwrap(model.forward), unwrap(type(model).forward)]
-    return getattr(forwards[0], "__func__", forwards[0]) is not forwards[1]
-
-
 # Scores of a row's last token.
 
 # Variable of transformers' sequence classifiers: the index of the last token of each row that is no padding.
@@ -256,8 +250,8 @@ def check_outputs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     inputs = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     candidates = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *inputs)
     row_count = next((len(x) for x in candidates if x is not None), 0)
-    # TRL's fused head replaces the forward of an instance and computes the loss from shifted labels.
-    loss_is_users = hasattr(model, "_loss_function") or _replaces_forward(model)
+    # TRL's fused head computes a sum over shifted labels, which TRL divides by num_items_in_batch or does not use.
+    loss_is_users = hasattr(model, "_loss_function") or bool(kwargs.get("fused_lm_head"))
     # Scores of rows and their loss are those of whole rows on every rank.
     right_shapes = [(), (row_count, model.config.num_labels)] if scores_row_ends(type(model)) else []
     rows: dict[str, Tensor] = {}
@@ -291,10 +285,9 @@ def check_outputs(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         )
 
 
-def add_output_check(model: Any) -> None:
+def add_output_check(model: Any, first: bool = False) -> None:
     if check_outputs not in model._forward_hooks.values():
-        # The first hook: a later one may cast the loss, as FSDP2's does.
-        model.register_forward_hook(check_outputs, with_kwargs=True, prepend=True)
+        model.register_forward_hook(check_outputs, with_kwargs=True, prepend=first)
 
 
 def _is_part_of_a_call(model: nn.Module) -> bool:
@@ -315,7 +308,7 @@ def _is_part_of_a_call(model: nn.Module) -> bool:
                     f"{type(outer).__name__} was given labels, of which it computes the mean over this shard: leave "
                     "them out, and give its logits to cp.loss"
                 )
-            add_output_check(outer)
+            add_output_check(outer, first=True)  # before FSDP2's hook, which may cast the loss
         frame = frame.f_back
     return False
 
