@@ -62,8 +62,10 @@ class ShardedForward:
         positions = batch.layout.positions(self.cp.method.shard).to(input_ids.device)
         token_indices = positions + torch.arange(rows, device=input_ids.device)[:, None] * length
         row_values = segment_sum(columns, token_indices, rows * length, self.cp.method, gradients="averaged")
-        # 3. TRL's shapes: the last token predicts nothing.
-        values = dict(zip(values, row_values.view(rows, length, -1)[:, :-1].unbind(-1), strict=True))
+        # 3. TRL's shapes: the last token predicts nothing. TRL sums each row, and sums of strided floats round in another
+        # order: contiguous, equal log-probabilities of policy and reference have equal sums, whatever else each returns.
+        outputs_of_rows = row_values.view(rows, length, -1)[:, :-1].movedim(-1, 0).contiguous()
+        values = dict(zip(values, outputs_of_rows, strict=True))
         if "is_top1" in values:
             values["is_top1"] = values["is_top1"] > 0  # summed as a number, bool in TRL
         return SimpleNamespace(**{name: values.get(name) for name in PER_TOKEN})
