@@ -34,7 +34,7 @@ class SharedRowsTrainer(Trainer):
     """Base of all mixins for trainers: makes the ranks that share a sequence read the same rows.
 
     Attributes:
-        cp: the `ContextParallel` of the model's method; None until the trainer's constructor has run.
+        cp: the `ContextParallel` of the model's method; None until `_prepare_for_shards` has run.
         groups: the groups of ranks that read the same rows.
     """
 
@@ -46,10 +46,18 @@ class SharedRowsTrainer(Trainer):
         for library in sorted(libraries & {"transformers", "trl"}):
             check_version(library)
         super().__init__(*args, **kwargs)
-        cp = ContextParallel(attention_method(self.model))
-        for reason in self._refusals(cp):
-            raise ValueError(reason)
-        self.share_rows(cp)
+        self._prepare_for_shards()
+
+    def _prepare_for_shards(self) -> None:
+        """Raises ValueError for settings that are refused; makes ranks share rows. A second call does nothing.
+
+        A trainer whose own constructor runs the model calls it before.
+        """
+        if self.cp is None:
+            cp = ContextParallel(attention_method(self.model))
+            for reason in self._refusals(cp):
+                raise ValueError(reason)
+            self.share_rows(cp)
 
     def create_accelerator_and_postprocess(self) -> None:
         # Trainer calls this in its constructor, where `cp` is not known yet, and again in each trial of a

@@ -238,43 +238,46 @@ class ContextParallelDPOTrainer(_PolicyTrainer):
         LongDPOTrainer(cp.prepare(model), cp.prepare(ref_model), args, train_dataset=preferences, ...).train()
 
     A group is the ranks that share a sequence. Losses, gradients and logged metrics equal those of an unsharded run
-    with one rank for each group, and `per_device_train_batch_size` counts rows of a group.
+    with one rank for each group, and `per_device_train_batch_size` counts rows of a group. As in TRL, `ref_model` may
+    be None, with an adapter too, and `precompute_ref_log_probs` computes the reference once, in the constructor.
 
-    Bytes sent in addition to the model's: see `ShardedForward`.
+    Bytes sent in addition to the model's: see `ShardedForward`, for the policy and for the reference.
 
     Attributes:
         cp: the `ContextParallel` of the model's method.
         groups: the groups of ranks that read the same rows.
 
     Raises:
-        ValueError: on every rank. In the constructor: settings that are wrong or untested on shards, such as
-            precompute_ref_log_probs or an adapter without a ref_model. In a step: different rows on the ranks of a
-            group, or an evaluation that returns logits (prediction_loss_only=False).
+        ValueError: on every rank. In the constructor: settings that are wrong or untested on shards, or a ref_model
+            that attends by another method. In a step: different rows on the ranks of a group, or an evaluation that
+            returns logits (prediction_loss_only=False).
     """
 
     ref_model: Any
+    precompute_ref_logps: bool
 
-    def _refusals(self, cp: ContextParallel) -> Iterator[str]:
-        yield from super()._refusals(cp)
-        if self.ref_model is None:
-            yield "ref_model=None: TRL would call the model with another adapter or none, untested on shards; pass one"
+    def _precompute_ref_logps(self, *args: Any) -> Any:
+        self._prepare_for_shards()  # TRL's constructor calls this
+        return super()._precompute_ref_logps(*args)
 
     def compute_ref_log_probs(self, model: Any, inputs: Mapping[str, Any]) -> Any:
-        if self.cp is None:  # called by TRL's constructor, which precomputes them
-            raise ValueError("precompute_ref_log_probs=True has not been tested on shards: set it to False")
         return super().compute_ref_log_probs(ShardedForward(model, self.cp), inputs)
 
     def _compute_loss(self, model: Any, inputs: Mapping[str, Any], return_outputs: bool) -> Any:
         if return_outputs:
             raise ValueError("return_outputs=True: logits would be only of one rank's tokens; set prediction_loss_only")
-        # TRL calls self.ref_model inside of its loss.
-        reference = self.ref_model
-        self.ref_model = ShardedForward(reference, self.cp)
+        precomputed = self.precompute_ref_logps
+        if not precomputed:
+            # TRL's loss would call the reference on whole rows. Its function for precomputed references calls whichever
+            # there is: a model, or the policy without its adapter or with the adapter's initial copy.
+            chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+            inputs = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        self.precompute_ref_logps = True
         try:
             with self._counting_groups():
                 return super()._compute_loss(ShardedForward(model, self.cp), inputs, return_outputs)
         finally:
-            self.ref_model = reference
+            self.precompute_ref_logps = precomputed
 
 
 class ContextParallelRewardTrainer(_PolicyTrainer):
