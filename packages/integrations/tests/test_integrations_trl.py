@@ -14,7 +14,7 @@ from armillary.integrations import (
 )
 from armillary.integrations.testing import accelerated
 
-trl = pytest.importorskip("trl")
+trl, peft = pytest.importorskip("trl"), pytest.importorskip("peft")
 datasets, tokenizers, transformers = (pytest.importorskip(name) for name in ("datasets", "tokenizers", "transformers"))
 
 VOCABULARY = 32
@@ -162,6 +162,65 @@ def in_groups(folder, output):
         return train(LongGRPOTrainer, folder, output, "in groups", num_generations=8, rollout=True)
 
 
+PREFERENCES = {
+    "reference equal to the policy": {},
+    "new adapter": {"adapter": "new", "loss_type": ["sigmoid", "ipo"], "ld_alpha": 0.5},
+    "trained adapter": {"adapter": "trained", "gradient_checkpointing": True},
+    "precomputed": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 3, "eval_strategy": "steps"},
+}
+
+
+def prefer(kind: type, folder, output, implementation: str, rows: int, adapter: str = "", **changes):
+    """Trains a policy, or its adapter, by preferences; the reference is the policy before training."""
+    policy, reference = (
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=implementation, dtype=torch.float64
+        )
+        for _ in range(2)
+    )
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=adapter != "trained")
+    if adapter == "trained":
+        torch.manual_seed(2)
+        policy = peft.get_peft_model(policy, lora)
+    options = COMMON | {"per_device_train_batch_size": rows, "per_device_eval_batch_size": rows, "eval_steps": 2}
+    args = trl.DPOConfig(str(output), **options | {"learning_rate": 0.1} | changes)
+    run = kind(
+        policy,
+        None if adapter or args.precompute_ref_log_probs else reference,
+        args,
+        train_dataset=preferences(range(8), output / "train" if args.precompute_ref_log_probs else None),
+        eval_dataset=preferences(range(8, 12), output / "eval" if args.precompute_ref_log_probs else None),
+        processing_class=transformers.AutoTokenizer.from_pretrained(folder),
+        peft_config=lora if adapter == "new" else None,
+    )
+    run.train()
+    return run.state.log_history, [p.detach().clone() for p in run.model.parameters()]
+
+
+def preferences(seeds: range, path=None):
+    """Rows in memory, or in a folder, where TRL keeps log-probabilities of the reference for all ranks."""
+    rows = [
+        {"prompt": text(4 + i, i), "chosen": " " + text(3 + i, 10 + i), "rejected": " " + text(13 - i, 20 + i)}
+        for i in seeds
+    ]
+    data = datasets.Dataset.from_list(rows)
+    if path is None:
+        return data
+    if not path.exists():
+        data.save_to_disk(str(path))
+    return datasets.load_from_disk(str(path))
+
+
+def prefer_in_groups(folder, outputs: dict):
+    """Results with two groups of two ranks, which share rows."""
+    register_transformers(Ring(mesh(shard=2, ring=2)["ring"]), "in groups")
+    with accelerated():
+        return {
+            name: prefer(LongDPOTrainer, folder, outputs[name], "in groups", 2, **changes)
+            for name, changes in PREFERENCES.items()
+        }
+
+
 def check(actual, expected, name: str):
     # Sums in float32, in another order.
     tolerance = {"rel": 1e-6} if name.startswith("sft") else {"rel": 2e-6, "abs": 5e-6}
@@ -195,6 +254,22 @@ def test_completions_of_a_prompt_may_be_in_several_groups(worlds, folder, tmp_pa
         expected = train(trl.GRPOTrainer, folder, tmp_path / "one", "sdpa", **options)
     for rank in results:
         check(rank, expected, "groups")
+
+
+def test_every_reference_of_dpo_equals_that_of_one_rank(worlds, folder, tmp_path):
+    outputs = {name: tmp_path / f"groups{i}" for i, name in enumerate(PREFERENCES)}
+    for path in outputs.values():
+        preferences(range(8), path / "train"), preferences(range(8, 12), path / "eval")
+    ranks = worlds(4).run(prefer_in_groups, folder, outputs)
+    for i, (name, changes) in enumerate(PREFERENCES.items()):
+        with accelerated():
+            expected = prefer(trl.DPOTrainer, folder, tmp_path / f"one{i}", "sdpa", 4, **changes)
+        for results in ranks:
+            check(results[name], expected, name)
+            first = results[name][0][0]
+            # To the bit: the sign of a rounding error would decide which accuracy is logged.
+            assert first["rewards/chosen"] == first["rewards/rejected"] == first["rewards/accuracies"] == 0, name
+        assert expected[0][1]["rewards/margins"] != 0, name  # the policy has left the reference
 
 
 def refusals(folder, output) -> list[str]:

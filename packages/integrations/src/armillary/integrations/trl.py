@@ -62,8 +62,9 @@ class ShardedForward:
         positions = batch.layout.positions(self.cp.method.shard).to(input_ids.device)
         token_indices = positions + torch.arange(rows, device=input_ids.device)[:, None] * length
         row_values = segment_sum(columns, token_indices, rows * length, self.cp.method, gradients="averaged")
-        # 3. TRL's shapes: the last token predicts nothing. TRL sums each row, and sums of strided floats round in another
-        # order: contiguous, equal log-probabilities of policy and reference have equal sums, whatever else each returns.
+        # 3. TRL's shapes: the last token predicts nothing. Contiguous, because TRL sums rows, and torch adds numbers in
+        # an order that depends on their strides, here on the number of outputs. A policy has more than a reference:
+        # sums of equal log-probabilities would differ in the last bit, and DPO would log the signs of rounding errors.
         outputs_of_rows = row_values.view(rows, length, -1)[:, :-1].movedim(-1, 0).contiguous()
         values = dict(zip(values, outputs_of_rows, strict=True))
         if "is_top1" in values:
@@ -248,17 +249,25 @@ class ContextParallelDPOTrainer(_PolicyTrainer):
         groups: the groups of ranks that read the same rows.
 
     Raises:
-        ValueError: on every rank. In the constructor: settings that are wrong or untested on shards, or a ref_model
-            that attends by another method. In a step: different rows on the ranks of a group, or an evaluation that
-            returns logits (prediction_loss_only=False).
+        ValueError: on every rank. In the constructor: settings that are wrong or untested on shards; a ref_model that
+            attends by another method; precompute_ref_log_probs with a dataset in memory. In a step: different rows on
+            the ranks of a group, or an evaluation that returns logits (prediction_loss_only=False).
     """
 
     ref_model: Any
     precompute_ref_logps: bool
 
-    def _precompute_ref_logps(self, *args: Any) -> Any:
-        self._prepare_for_shards()  # TRL's constructor calls this
-        return super()._precompute_ref_logps(*args)
+    def _precompute_ref_logps(self, dataset: Any, *args: Any) -> Any:
+        # Rank 0 writes the log-probabilities to the dataset's cache, where other ranks read them. A dataset without
+        # files has its cache in a temporary folder of each process.
+        caches: Any = import_module("datasets").is_caching_enabled
+        if self.accelerator.num_processes > 1 and not (caches() and getattr(dataset, "cache_files", True)):
+            raise ValueError(
+                "precompute_ref_log_probs=True with a dataset in memory, or without datasets' cache: ranks read the "
+                "log-probabilities from the cache of a dataset's files; save_to_disk and load_from_disk make such one"
+            )
+        self._prepare_for_shards()  # TRL's constructor calls this function
+        return super()._precompute_ref_logps(dataset, *args)
 
     def compute_ref_log_probs(self, model: Any, inputs: Mapping[str, Any]) -> Any:
         return super().compute_ref_log_probs(ShardedForward(model, self.cp), inputs)
