@@ -355,3 +355,8 @@ def test_ranks_are_even_by_the_side_that_does_not_move(by):
         assert most_loaded(layout, by, documents=ends) <= EVEN
         queries = [attention_traffic(each, documents=ends, of_queries=True) for each in (layout, even)]
         assert queries[0] <= queries[1]
+
+
+def test_a_less_even_layout_that_sends_hardly_less_is_not_taken():
+    rows = {"documents": [0, 6, 24], "window": (7, 0)}
+    assert attention_balance(SequenceLayout.balanced(24, 4, **rows), **rows) <= 1.10
