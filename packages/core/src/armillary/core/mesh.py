@@ -228,13 +228,13 @@ def divide_axis(mesh: DeviceMesh, sizes: dict[str, int]) -> DeviceMesh:
     Raises:
         ValueError: sizes that do not multiply to the number of ranks; not a 1-D mesh.
     """
-    whole = Axis.of(mesh)
-    check_axes(sizes, whole.size)
-    indices = torch.arange(whole.size).view(*sizes.values())
+    axis = Axis.of(mesh)
+    check_axes(sizes, axis.size)
+    indices = torch.arange(axis.size).view(*sizes.values())
     lines = [indices.movedim(dim, -1).reshape(-1, size).tolist() for dim, size in enumerate(sizes.values())]
-    groups = [whole.part(next(line for line in parallel if whole.rank in line)).group for parallel in lines]
-    ranks = torch.tensor(whole.ranks())[indices]
-    return DeviceMesh.from_group(groups, whole.device, mesh=ranks, mesh_dim_names=tuple(sizes))
+    groups = [axis.part(next(line for line in parallel if axis.rank in line)).group for parallel in lines]
+    ranks = torch.tensor(axis.ranks())[indices]
+    return DeviceMesh.from_group(groups, axis.device, mesh=ranks, mesh_dim_names=tuple(sizes))
 
 
 SubgroupKey = tuple[tuple[int, ...] | None, timedelta | None]

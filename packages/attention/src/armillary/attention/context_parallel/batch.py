@@ -325,6 +325,9 @@ class ContextParallelBatch:
             ValueError: `shard` was called with labelled=False.
         """
         self.label_count_read = True
+        return self._counted()
+
+    def _counted(self) -> int:
         if self.total_labelled is None:
             raise ValueError("labelled=False: the labels of this batch were not counted; divide by your own count")
         return self.total_labelled
@@ -361,13 +364,11 @@ class ContextParallelBatch:
                 "the batch has no labels, and those of the next tokens are not of a model with another loss: "
                 "cp.shard(ids, shift_labels=...), with the label of each token's own output"
             )
-        if self.total_labelled is None:
-            raise ValueError("labelled=False: the labels of this batch were not counted, so give a share of your own")
         # Sums and not means: a rank without labels contributes 0, and its mean would be NaN.
         flat = logits.flatten(0, 1)
         sum_dtype = torch.promote_types(flat.dtype, torch.float32)
         total = F.cross_entropy(flat.to(sum_dtype), self.labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        return total / self.total_labelled
+        return total / self._counted()
 
     def take(self, x: Tensor, dim: int = 1) -> Tensor:
         """Returns this rank's tokens of a tensor of the whole sequence: [B, N, ...] -> [B, T, ...]."""

@@ -123,8 +123,8 @@ def _wrap_forward(model: nn.Module, plan: Plan, state: ForwardState, compare: bo
             parameters = [] if state.compared_weights else module.named_parameters()
             weights = {name: p for name, p in parameters if p.requires_grad and not compat.is_dtensor(p)}
             # The names first: ranks compare as many values.
-            given = {name: arguments.get(name) for name in names}
-            _compare({**given, "names of trained parameters": list(weights)}, state.method)
+            values = {name: arguments.get(name) for name in names}
+            _compare({**values, "names of trained parameters": list(weights)}, state.method)
             _compare(weights, state.method)
         state.compared_weights = True
         # 3. The streams, and this rank's pieces of the arguments. Padding of the text is in the streams' documents.
